@@ -328,7 +328,8 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
         "Both builds took turns on one machine (`benchmarks/paired.py`). `before/after` is the "
         "ratio of trimmed means, which leave out a fifth of the cycles at each end; above 1, the "
         "later build is faster. ± is its standard error, with each cycle counted as independent. "
-        "`driver` is the time of bare driver calls or of a plain copy in the same run.",
+        "`driver` is the time of bare driver calls or of a plain copy in the same run. The other "
+        f"measurements of `benchmarks/results/{RESULTS.name}` were not made in pairs.",
         "",
         "| measurement | builds | before | after | before/after | driver |",
         "|---|---|--:|--:|--:|--:|",

@@ -29,7 +29,8 @@ __all__ = [
     "raisable",
 ]
 
-# The exceptions that are sent by name. Any other exception arrives as an EngineError.
+# The exceptions that are sent by name; torch's shortage of memory arrives as memsaver's. Any other
+# exception arrives as an EngineError.
 _KINDS: dict[str, type[MemsaverError]] = {
     kind.__name__: kind
     for kind in (
@@ -45,6 +46,7 @@ _KINDS: dict[str, type[MemsaverError]] = {
         errors.UnknownTagError,
     )
 }
+_KINDS["OutOfMemoryError"] = errors.OutOfDeviceMemoryError
 
 # The exceptions with attributes for the needed and the free bytes.
 _WANTS = (errors.BackupError, errors.OutOfDeviceMemoryError, errors.OutOfHostMemoryError)

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 from memsaver.distributed.errors import RankFailure, failed
 from memsaver.distributed.messages import FailureRecord
-from memsaver.errors import MemsaverError
+from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
 from .pickles import PICKLES, pack, unpack
 
-__all__ = ["SerializedError", "error_of", "noting"]
+__all__ = ["SerializedError", "error_of", "is_shortage", "noting"]
+
+
+_TORCHS = "OutOfMemoryError"  # the name of torch's error for a shortage of device memory
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error of memsaver or of torch reports a shortage of device memory."""
+    return isinstance(error, OutOfDeviceMemoryError) or type(error).__name__ == _TORCHS
 
 
 @contextlib.contextmanager
@@ -82,13 +90,20 @@ def error_of(what: str, errors: Sequence[SerializedError], size: int) -> Memsave
 
     Returns:
         An error of the ranks' class, if all ranks failed with memsaver errors of one class;
-        otherwise a `RankError`. The returned error's attribute `failures` maps ranks to their
-        failures.
+        otherwise a `RankError`. torch's `OutOfMemoryError` counts as an `OutOfDeviceMemoryError`.
+        The returned error's attribute `failures` maps ranks to their failures.
     """
     general = failed(what, size, {one.failure.rank: one.failure for one in errors}, "")
-    error = errors[0].error
-    if error is None or len({type(one.error) for one in errors}) > 1:
+    known = [_known(one) for one in errors]
+    error = known[0]
+    if error is None or len(set(map(type, known))) > 1:
         return general
     error.message = general.message
     vars(error)["failures"] = general.failures
     return error
+
+
+def _known(one: SerializedError) -> MemsaverError | None:
+    if one.error is None and one.failure.kind == _TORCHS:
+        return OutOfDeviceMemoryError(one.failure.message)
+    return one.error

@@ -118,7 +118,7 @@ class Overlap:
             update: runs the update, and returns whether the weights were woken; if False, nothing
                 is recorded.
         """
-        self._need = 0
+        self.forget()
         if not self._wanted:
             update()
             return
@@ -127,6 +127,10 @@ class Overlap:
             has_woken = update()
         if has_woken:
             self._need = at_first - water.free
+
+    def forget(self) -> None:
+        """Forget the measured need, so that the next update runs after the pause."""
+        self._need = 0
 
     def begin_pause(self) -> Report:
         """Resume the model, and begin pausing the rest of the trainer's memory. Collective."""

@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memsaver.errors import OutOfDeviceMemoryError
-
 from ..engine.held import release_cache
 from ..trainer.arrivals import limited_waits
-from .failures import noting
+from .failures import is_shortage, noting
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
 from .session_arguments import options_of
@@ -67,8 +65,9 @@ class StageOrder(StageRuns):
         except BaseException as error:
             if not self._all_know_failure:
                 raise  # the other ranks may not end the pause now, so this rank must not wait
-            is_short = isinstance(error, OutOfDeviceMemoryError)
+            is_short = is_shortage(error)
             if not is_short:
+                self._overlap.forget()
                 with noting(error, "the pause of the optimizer's memory"):
                     self._end_pause()
                 raise

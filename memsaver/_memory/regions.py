@@ -14,7 +14,7 @@ from memsaver._memory.sharing import sending
 from memsaver._memory.torch_mode import Route, torch_pools
 from memsaver._runtime.blocks import check_decorated
 from memsaver._runtime.native import _C, Backup, backup_code, check_new_tag, emit_warnings
-from memsaver.errors import InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError
 
 __all__ = ["disabled", "lean_region", "named_devices", "region"]
 
@@ -115,7 +115,8 @@ class region(_Section):
     simulated driver, see `memsaver.simulator`.
 
     Raises:
-        ConfigError: the tag is empty or not a string, or the backup or the device is unknown.
+        ConfigError: the tag is empty or not a string, the backup or the device is unknown, or
+            `shareable` is not a bool.
         InvalidStateError: the tag is paused, so new tensors would have no physical memory.
         NotLoadedError: there is no CUDA driver, or there is neither torch with CUDA nor preload
             mode.
@@ -132,6 +133,8 @@ class region(_Section):
         shareable: bool = False,
     ) -> None:
         self.tag = check_new_tag(tag)
+        if not isinstance(shareable, bool):  # it cannot be undone
+            raise ConfigError(f"shareable must be True or False, not {shareable!r}", tag=tag)
         self.backup = backup
         self.device = device
         self.shareable = shareable

@@ -32,7 +32,8 @@ def pause(
             rank passes an invalid group, see `memsaver.distributed`.
         backup: as in `memsaver.pause`. Each rank may choose its own backup.
         timeout: seconds to wait for the other ranks at each step, including the slowest rank's
-            copies; None means the group's own timeout.
+            copies and its wait for other processes that use a tensor of the tags (at most the
+            option `importer_seconds`); None means the group's own timeout.
 
     Raises:
         RankError: the call failed on a rank, or the ranks made different calls. Every rank raises

@@ -236,6 +236,12 @@ def test_a_refused_region_leaves_the_one_around_it_open(sim, tag):
     assert owned(outer) == [block.address]
 
 
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_shareable_must_be_a_bool(sim, tag, value):
+    with pytest.raises(memsaver.ConfigError, match="True or False"):
+        memsaver.region(tag("w"), shareable=value)
+
+
 def test_a_pause_inside_its_own_region_is_refused(sim, tag):
     name, other = tag("inside"), tag("other")
     kept = buffer_in(other, backup="host")

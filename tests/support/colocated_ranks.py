@@ -50,8 +50,14 @@ def overlapping(model=None):
         trainer.optimizer,
         overlap=True,
         timeout=20,
-        state=trainer.model.state_dict,
+        state=weights,
     )
+
+
+def weights():
+    if "state" in engine.fail:
+        raise engine.fail.pop("state")
+    return trainer.model.state_dict()
 
 
 trainer = Trainer("sgd_momentum", model=sharded)

@@ -8,6 +8,8 @@ from trainers import Trainer, bytes_of
 import memsaver
 from memsaver.integrations.rollout import Phase, Stage
 
+torch = pytest.importorskip("torch")
+
 OVERLAPPED = [
     Stage.SETTLE,
     Stage.RESUME_MODEL,
@@ -175,9 +177,18 @@ def test_gradients_that_were_paused_return_before_the_block(known):
 # --- failures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["wake_up weights", "update_weights"])
-def test_an_update_without_room_is_repeated_after_the_pause(known, call):
-    known.engine.fail[call] = memsaver.OutOfDeviceMemoryError("no room")
+@pytest.mark.parametrize("short", [memsaver.OutOfDeviceMemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "state"])
+def test_an_update_without_room_is_repeated_after_the_pause(known, call, short):
+    known.engine.fail[call] = short("no room")
+    state = known.session._state
+
+    def weights():
+        if call in known.engine.fail:
+            raise known.engine.fail.pop(call)
+        return state()
+
+    known.session._state = weights
     with known.session.rollout() as engine:
         expected = sum(float(t.double().sum()) for t in engine._state.values())
         assert float(engine.generate(X)[0]) == pytest.approx(1 + expected, rel=1e-4)
@@ -187,6 +198,19 @@ def test_an_update_without_room_is_repeated_after_the_pause(known, call):
         assert paused(known) == {"model", "optimizer"}
     with known.session.training():
         known.train()
+
+
+def test_after_a_failed_update_the_next_one_does_not_overlap(known):
+    known.engine.fail["update_weights"] = ZeroDivisionError("a fault of the loader")
+    with pytest.raises(ZeroDivisionError), known.session.rollout():
+        pass
+    with known.session.training():
+        known.train()
+    for overlaps in (False, True):
+        with known.session.rollout():
+            assert (stages_of(known.session) == OVERLAPPED) == overlaps
+        with known.session.training():
+            known.train()
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuMemUnmap"])

@@ -23,6 +23,17 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_colocated)
         sim.occupy(0)
         cycle(True)
 
+        # An update that lacks memory on one rank: all ranks repeat it after the pause.
+        for call in ("update_weights", "state"):
+            if RANK == 1:
+                engine.fail[call] = torch.OutOfMemoryError("no room")
+            rollout()
+            stages = stages_of(session)
+            assert stages.count(Stage.UPDATE) == 2, (call, stages)
+            assert stages.index(Stage.PAUSE_OPTIMIZER) > stages.index(Stage.UPDATE), (call, stages)
+            training()
+            cycle(False)  # measures the update again
+
         # A pause that fails on one rank: the states are mapped on all ranks.
         with fault("cuMemUnmap", on=0):
             error = refused(memsaver.DriverError, rollout)
