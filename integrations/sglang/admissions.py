@@ -22,7 +22,7 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from memsaver.errors import MemsaverError
@@ -34,7 +34,7 @@ from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.refusals import asleep_in, refused
 from ..engine.shared_query import SharedQuery
 from ..engine.tags import GRAPH, WEIGHTS
-from . import settings
+from . import settings, undoing
 from .protocol import REWRITTEN, answers_of, is_health_check, states_of
 
 __all__ = [
@@ -102,7 +102,7 @@ class _Schedulers:
         _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
         request = ResumeMemoryOccupationReqInput(tags=list(tags))
         communicator = self._manager.resume_memory_occupation_communicator
-        answers, error = await _sent(self._manager, communicator, request)
+        answers, error = await _sent(self._manager, "resume", communicator, request)
         if error is not None:
             raise error
         if not answers:  # SGLang's own handlers, which have resumed all of the tags
@@ -130,28 +130,35 @@ def _asked(obj: Any) -> frozenset[str]:
 
 
 async def _sent(
-    manager: Any, communicator: Any, obj: Any
-) -> tuple[list[Answer], MemsaverError | None]:
+    manager: Any, operation: str, communicator: Any, obj: Any
+) -> tuple[Sequence[Answer], MemsaverError | None]:
+    """Send a release or a resume to all replicas; if it fails on one, undo it on the others."""
     manager.auto_create_handle_loop()
-    answers = answers_of(await communicator(obj))
-    return answers, error_of(answers)
+    answers: Sequence[Answer] = answers_of(await communicator(obj))
+    error = error_of(answers)
+    if error is not None:
+        answers, then = await undoing.undo(manager, operation, answers)
+        error.message += then
+    return answers, error
 
 
 # --- releases and resumes -------------------------------------------------------------------------
 
 
-async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> list[Answer]:
+async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> Sequence[Answer]:
     """Send a release or a resume; return the schedulers' answers, or log and raise an error."""
     admission = admission_of(manager)
     if admission is None:
-        answers, error = await _sent(manager, communicator, obj)
+        answers, error = await _sent(manager, operation, communicator, obj)
     else:
         async with admission.changing:
             tags = _asleep(_asked(obj))
+            if operation == "release":
+                await undoing.check_idle(manager, tags)
             if operation == "release" and tags - admission.released >= _WEIGHTS:
                 admission.without_backup = _without_backup(manager, obj)
             try:
-                answers, error = await _sent(manager, communicator, obj)
+                answers, error = await _sent(manager, operation, communicator, obj)
             except BaseException:
                 # Even if the caller was cancelled, the schedulers may have received the request.
                 if operation == "release":

@@ -49,6 +49,11 @@ class Answering:
         """Answer a request that was rejected before it had any effect."""
         return self._made([], [], Failure.of(error))
 
+    def repeated(self) -> Any:
+        """Answer a request that does nothing with the previous answer."""
+        before = last_answer(self._scheduler)
+        return handlers.output_of(self._operation, "" if before is None else text_of(before))
+
     def done(
         self,
         tags: Sequence[str],

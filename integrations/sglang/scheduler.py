@@ -44,12 +44,13 @@ from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from ..engine import moves
 from ..engine.answers import last_answer, name_of
 from ..engine.messages import RankReport, SchedulerState
-from ..engine.ranks import Figures, Group, first_failure
+from ..engine.ranks import Figures, Group, first_failure, lost_tags
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, guard, handlers, leftovers, lost_weights, pipeline, unguarded
 from .answering import Answering, run_unexpected
 from .places import LOCAL_CONTROL, effective_arguments, group_of, has_local_control, place_of
-from .protocol import IDLE, REWRITTEN
+from .protocol import IDLE, REWRITTEN, UNDO
+from .undoing import to_undo
 from .updaters import resume_of, scheduler_of, updater_of
 
 __all__ = ["add_state", "release", "resume"]
@@ -97,6 +98,11 @@ def _answered(
         asked = handlers.requested_tags(request, order)
     except ConfigError as error:
         return answering().refused(error)
+    if _rid(request) == UNDO:
+        done = to_undo(scheduler, operation)
+        asked = [tag for tag in asked if tag in done]
+        if not asked:
+            return answering().repeated()
 
     def is_resumed() -> bool:
         return operation == "resume" and updater.offload_tags.isdisjoint(asked)
@@ -181,7 +187,7 @@ def _release(
         )
         return answer.failed(tags, ranks, then, held=answer.held | set(tags))
     _restore(updater, request, tags)
-    lost = _lost(undone)
+    lost = lost_tags(undone)
     if WEIGHTS in lost:
         lost_weights.end_update(updater)
     return answer.failed(tags, ranks, _what_is_left(lost), lost=lost)
@@ -372,19 +378,6 @@ def _troubles(ranks: Sequence[RankReport]) -> str:
         for rank in ranks
         if rank.failure is not None
     )
-
-
-def _lost(undone: Sequence[RankReport]) -> set[str]:
-    """Return the tags whose contents a failed release lost.
-
-    For these tags, the release's rollback mapped more bytes than it copied back.
-    """
-    return {
-        tag
-        for rank in undone
-        for tag, taken in rank.device_bytes.items()
-        if taken > rank.copied_bytes.get(tag, 0)
-    }
 
 
 def _what_is_left(lost: Collection[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from ..engine.messages import Answer
@@ -13,13 +13,13 @@ from .protocol import FORGIVING, IDLE, REWRITTEN, STRICT
 __all__ = ["request_release", "request_resume"]
 
 
-def request_release(manager: Any, obj: Any, request: Any = None) -> Awaitable[list[Answer]]:
+def request_release(manager: Any, obj: Any, request: Any = None) -> Awaitable[Sequence[Answer]]:
     """Replace `TokenizerControlMixin.release_memory_occupation`; return the answers or raise."""
     _mark(obj)
     return change(manager, "release", manager.release_memory_occupation_communicator, obj)
 
 
-def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[list[Answer]]:
+def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[Sequence[Answer]]:
     """Replace `TokenizerControlMixin.resume_memory_occupation`; return the answers, or raise."""
     _mark(obj)
     return change(manager, "resume", manager.resume_memory_occupation_communicator, obj)

@@ -1,0 +1,184 @@
+"""Tests releases and resumes that fail on one of two data-parallel replicas.
+
+The fake replicas share a process and therefore memsaver's tags, so a fake replaces the calls to
+memsaver: it records each replica's memory and fails on request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+from sleep_worlds import started
+
+from memsaver import OutOfDeviceMemoryError
+from memsaver.integrations.engine import moves
+from memsaver.integrations.engine.errors import EngineAsleepError, EngineBusyError
+from memsaver.integrations.engine.messages import Failure, RankReport
+from memsaver.integrations.sglang import admissions
+from memsaver.integrations.sglang.sleep import SleepController
+
+ALL = {"kv_cache", "weights", "cuda_graph"}
+FAILURE = Failure("OutOfDeviceMemoryError", "no room")
+
+
+class Replicas:
+    """A fake engine with two replicas, whose releases and resumes can fail.
+
+    Attributes:
+        failing: pairs of an operation and the number of the call that fails, counted from now.
+    """
+
+    def __init__(self, cleanup, monkeypatch, kind, when, backup):
+        monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", when)
+        monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_WAIT", "0.2")
+        self.manager, target = started(cleanup, monkeypatch, kind, 2, hooked=True)
+        for name, value in {
+            "dp_size": 2,
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": backup,
+        }.items():
+            setattr(self.manager.server_args, name, value)
+        self.backup = backup
+        self.controller = SleepController(target, timeout=10)
+        self.failing = set()
+        self.paused = {}  # the tags without memory, by scheduler
+        for scheduler in self.manager.schedulers:
+            self.paused[scheduler] = set()
+            scheduler.handle = functools.partial(self.handle, scheduler, scheduler.handle)
+        monkeypatch.setattr(moves, "are_memsavers", lambda tags: True)
+        monkeypatch.setattr(moves, "is_mapped", lambda tags: False)
+        monkeypatch.setattr(moves, "paused_bytes", lambda tags: 0)
+        monkeypatch.setattr(moves, "pause", lambda group, tags, *_: self.moved("release", tags))
+        monkeypatch.setattr(moves, "resume", lambda group, tags, *_: self.moved("resume", tags))
+
+    def handle(self, scheduler, original, *message):
+        self.handling = scheduler
+        return original(*message)
+
+    def moved(self, operation, tags):
+        fails = (operation, 0) in self.failing
+        self.failing = {(name, left - (name == operation)) for name, left in self.failing}
+        if fails:
+            return [RankReport(0, "host", 1, failure=FAILURE)]
+        paused = self.paused[self.handling]
+        moved = set(tags) - paused if operation == "release" else paused.intersection(tags)
+        paused ^= moved
+        copied = dict.fromkeys(moved & {"weights"} if self.backup else (), 1)
+        return [RankReport(0, "host", 1, 0.0, dict.fromkeys(moved, 1), copied)]
+
+    @property
+    def released(self):
+        return [set(one.weight_updater.offload_tags) for one in self.manager.schedulers]
+
+
+@pytest.fixture
+def replicas(monkeypatch):
+    with contextlib.ExitStack() as cleanup:
+        yield lambda kind="local", when="refuse", backup=True: Replicas(
+            cleanup, monkeypatch, kind, when, backup
+        )
+
+
+@pytest.mark.parametrize("kind", ["local", "server"])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_failed_release_is_undone_on_the_other_replica(replicas, kind, guilty):
+    world = replicas(kind)
+    world.failing = {("release", guilty)}
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        world.controller.sleep()
+    assert world.released == [set(), set()]
+    if kind == "local":
+        assert str(caught.value).endswith("; other replicas have undone their release")
+    assert world.controller.released == set()
+    world.controller.sleep()
+    assert world.released == [ALL, ALL]
+
+
+@pytest.mark.parametrize("kind", ["local", "server"])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_failed_resume_is_undone_on_the_other_replica(replicas, kind, guilty):
+    world = replicas(kind)
+    world.controller.sleep()
+    world.failing = {("resume", guilty)}
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        world.controller.wake_up()
+    assert world.released == [ALL, ALL]
+    if kind == "local":
+        assert str(caught.value).endswith("; other replicas have undone their resume")
+    assert world.controller.released == ALL
+    world.controller.wake_up()
+    assert world.released == [set(), set()]
+
+
+def test_a_replica_undoes_only_what_it_has_just_done(replicas):
+    world = replicas()
+    world.controller.sleep("weights")
+    first = world.manager.schedulers[0]  # as after a resume that reached only this replica
+    first.weight_updater.offload_tags.clear()
+    world.paused[first].clear()
+    world.failing = {("release", 0)}
+    with pytest.raises(OutOfDeviceMemoryError):
+        world.controller.sleep()
+    assert world.released == [set(), {"weights"}]
+
+
+def test_the_error_names_weights_that_the_undo_could_not_restore(replicas):
+    world = replicas(backup=False)
+    world.failing = {("release", 1)}
+    with pytest.raises(OutOfDeviceMemoryError, match="their weights had no backup and are lost"):
+        world.controller.sleep()
+    assert world.released == [set(), set()]
+
+
+def test_the_error_tells_that_the_undo_failed(replicas):
+    world = replicas()
+    world.controller.sleep()
+    world.failing = {("resume", 1), ("release", 1)}  # the first release is the rollback
+    with pytest.raises(OutOfDeviceMemoryError, match=r"could not undo their resume: .*no room"):
+        world.controller.wake_up()
+    assert world.released == [set(), ALL]
+    world.controller.wake_up()
+    assert world.released == [set(), set()]
+
+
+@pytest.mark.parametrize("kind", ["local", "server"])
+def test_a_busy_replica_keeps_all_replicas_mapped(replicas, kind):
+    world = replicas(kind)
+    world.manager.schedulers[1].running.add("a request")
+    requests = world.manager.schedulers[0].handlers
+    with pytest.raises(EngineBusyError, match="in flight"):
+        world.controller.sleep()
+    assert world.released == [set(), set()] and requests.queue_open
+
+
+def test_a_release_past_the_controller_checks_all_replicas_too(replicas):
+    world = replicas()
+    world.manager.schedulers[1].running.add("a request")
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    request = ReleaseMemoryOccupationReqInput()
+    run = world.manager.engine.loop.run_until_complete
+    with pytest.raises(EngineBusyError, match="no replica has changed"):
+        run(world.manager.release_memory_occupation(request))
+    assert world.released == [set(), set()]
+
+
+def test_a_request_that_cannot_wake_all_replicas_wakes_none(replicas):
+    world = replicas(when="wake")
+    world.controller.sleep()
+    run = world.manager.engine.loop.run_until_complete
+    admission = admissions.admission_of(world.manager)
+
+    async def ask():
+        await admission.refresh()
+        await admission.admit(frozenset(ALL), "generate")
+
+    world.failing = {("resume", number) for number in range(1, 99, 2)}
+    with pytest.raises(EngineAsleepError):
+        run(ask())
+    assert world.released == [ALL, ALL]
+    world.failing = set()
+    run(ask())
+    assert world.released == [{"cuda_graph"}] * 2  # the graphs' memory is not pausable here
