@@ -6,7 +6,7 @@
 Because the machine's speed varies between runs by more than the differences of interest, the builds
 alternate cycle by cycle in one run. The build that is measured first also alternates. Each build
 runs in its own processes, with its folder on PYTHONPATH. The programs of this source tree measure
-both builds. This program uses the build that it imports to write the rows.
+both builds. This program writes the rows, using the build that it imports.
 
 Measurements (pause_resume.py describes them)
     kv, discarded, many     without a backup; bare driver calls take turns with both builds

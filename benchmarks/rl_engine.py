@@ -279,7 +279,7 @@ class Loop(EngineWorker):
 
 
 def buckets(weights: Iterable[tuple[str, Any]], at_most: int) -> Iterator[list[tuple[str, Any]]]:
-    """Yield weights in order, in groups of up to `at_most` bytes; a larger one is its own group."""
+    """Yield weights in order, in groups of up to `at_most` bytes; a larger weight is alone."""
     part: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in weights:

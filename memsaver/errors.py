@@ -1,8 +1,9 @@
 """memsaver's exceptions and warnings.
 
 Every error message states the problem, the tag, the number of bytes, and a solution. After a failed
-pause, the tags are mapped, and after a failed resume, they are paused with their backups; only
-`swap` and `memsaver.distributed` may lose contents that have no backup.
+pause, the tags are mapped (or, if the error says that the pause could not be undone, paused with
+all their contents), and after a failed resume, they are paused with their backups; only `swap` and
+`memsaver.distributed` may lose contents that have no backup.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ torch_memory_saver. If the losses, rewards or responses differ, the training wit
 second time. The figures are still used if the peer's two runs also differ from each other, and if
 memsaver's figures in SIZED differ from the peer's by at most `training_differences.FACTOR` times
 the difference between the peer's runs. Otherwise, no row is written. A row is also omitted if the
-engine and the trainer seem to have different weights, that is, if their probabilities of the
-responses with memsaver differ by more than MORE times the difference with the peer.
+engine and the trainer seem to have different weights, that is, if, with memsaver, their
+probabilities of the responses differ by more than MORE times the difference with the peer.
 """
 
 from __future__ import annotations

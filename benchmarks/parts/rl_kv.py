@@ -2,9 +2,9 @@
 
 Next to a trainer, the engine runs a whole step (see rl_engine.py). In this step, the trainer keeps
 a copy of the weights until the engine has received them. If the engine wakes in stages, the KV
-cache is resumed after this copy is released; if the engine wakes all at once, it is resumed before
-that. A KV cache fits if the engine starts, the step completes and the engine generates. The number
-of tokens is the capacity that the engine reports.
+cache is resumed after this copy is released; if the engine wakes all at once, the cache is resumed
+before that. A KV cache fits if the engine starts, the step completes and the engine generates. The
+number of tokens is the capacity that the engine reports.
 
 The first engine has a small KV cache and is measured in all three ways. The remaining free memory
 determines the next size to try for each way (kv_search.py), with one engine per trial. The first

@@ -136,7 +136,8 @@ def measure_one(
             awake, asleep = asleep, awake
         if place == "peer":
             found["neighbour_MiB"].append(used_mib(1))
-        # Both engines have generated several times by now; each has half of the memory in use.
+        # Both engines have generated several times by now; each has half of the memory that stays
+        # in use after the release.
         awake.ask("release")
         time.sleep(options.wait)
         found["asleep_MiB"].append(used_mib() / 2)

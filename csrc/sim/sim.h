@@ -27,7 +27,7 @@
 //     KiB, MiB, GiB or TiB, rounded down to a multiple of 2 MiB; the default is 80GiB.
 //   - MEMSAVER_SIM_FAULTS is a comma-separated list of call:nth:code[:times], with the meanings
 //     that sim_fail defines.
-// sim_settings_problem returns the reason why a value is rejected.
+// If cuInit fails, sim_settings_problem returns the reason.
 #ifndef MEMSAVER_SIM_SIM_H_
 #define MEMSAVER_SIM_SIM_H_
 

@@ -254,8 +254,8 @@ class Admission:
         finally:
             self._waiters.remove(waiter)
             waiter.left.set_result(None)
-            # Later requests may keep this one in memory for a long time, so it drops those that
-            # have left.
+            # Later requests may keep this one in memory for a long time, so it drops its references
+            # to earlier requests that have left.
             while (earlier := waiter.before) and earlier.left.done():
                 waiter.before = earlier.before
 

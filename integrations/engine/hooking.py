@@ -17,7 +17,7 @@ AROUND hooks are called with the original and its arguments, AFTER hooks with it
 arguments, and REPLACE hooks with its arguments.
 """
 
-INSTALLED = "_memsaver_hooks"  # an attribute of a class, or of a function hooked by itself
+INSTALLED = "_memsaver_hooks"  # an attribute of a class, or of a function hooked individually
 
 
 def modules_of(*all_hooks: Hooks) -> tuple[str, ...]:

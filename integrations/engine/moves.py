@@ -77,7 +77,7 @@ def pause(
     A rejected pause therefore changes nothing on any rank, and no contents without a backup are
     lost. After a later failure, some ranks have paused some tags. On a rank that failed, the tags
     whose pause failed or did not run are mapped with their contents, and the other tags are paused.
-    A KV cache that was discarded loses its contents. The rank's report contains its first error.
+    A KV cache that was discarded has lost its contents. The rank's report contains its first error.
     """
 
     def both_steps() -> list[RankReport]:

@@ -34,7 +34,7 @@ def sample(
     Args:
         token_ids: the generated tokens.
         logprobs: the tokens' log-probabilities, or None; an individual None becomes NaN. After an
-            abort, the two lists may not cover the same tokens.
+            abort, the numbers of tokens and of log-probabilities might differ.
         finish: the reason why the generation ended.
         version: the version of the weights, or None.
 

@@ -68,7 +68,7 @@ class EnginePolicies:
     def of(self, owner: Any) -> Policy:
         """Return the policy of an engine, or of an object in one of its processes.
 
-        The variables are read by the first call for an object, which is made when the object is
+        The first call for an object reads the variables. This call is made when the object is
         created.
 
         Raises:

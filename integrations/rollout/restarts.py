@@ -117,8 +117,7 @@ class Restarter:
     def restart(self, why: str = "") -> None:
         """Restart the engines of the mesh that died, and send the weights to all engines.
 
-        If a restart fails or an engine dies again, the restart is repeated until the limit is
-        reached.
+        If a restart fails or an engine dies again, the restart is repeated, up to the limit.
 
         Args:
             why: the reason for the restart, for error messages.

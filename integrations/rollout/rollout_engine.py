@@ -122,8 +122,9 @@ class RolloutEngine(EngineStart):
                 timeout.
             pad_token_id: the token used for padding in the output of `generate`.
             restarts: the limits on restarting an engine whose processes die during `generate`. If
-                None, `generate` raises an error. With this option, `generate` is a collective call
-                of the whole mesh. The limits must be the same on all ranks.
+                None, `generate` raises an error instead of restarting the engine. With this option,
+                `generate` is a collective call of the whole mesh. The limits must be the same on
+                all ranks.
             kind: "sglang" or "vllm".
             asleep: this engine's policy for requests that need released memory: "refuse" raises
                 `EngineAsleepError`; "wait" holds a request until another caller has resumed the

@@ -260,7 +260,7 @@ class ColocatedSession(StageOrder):
         self._enter_rollout()
 
     def weights_changed(self) -> None:
-        """Record that the weights changed outside `training()`. Call this on all ranks."""
+        """Record that the trainer's weights changed outside `training()`. Call on all ranks."""
         self._is_current = False
 
     @collective_block

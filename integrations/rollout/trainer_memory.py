@@ -23,7 +23,7 @@ _CLOSED = "call offload again, and create a new session with the handle"
 
 
 class TrainerMemory:
-    """The tags of a model, its optimizer and the trainer's other memory.
+    """The tags of a model and its optimizer, and further tags of the trainer.
 
     All methods are collective calls of a group.
 

@@ -1,7 +1,7 @@
 """SGLang as an `Engine`: an `sglang.Engine` in this process, or a server at a URL.
 
-Every call has a timeout in seconds. For generation in this process, the timeout limits only the
-wait for other threads' calls.
+Every call has a timeout in seconds. For generation by an engine in this process, the timeout limits
+only the wait for other threads' calls.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REQUESTS = {
 
 
 def connect(engine: Any, api_key: str | None = None) -> LocalEngine | ServedEngine:
-    """Return an `Engine` for the calls to `engine`.
+    """Return an `Engine` that makes calls to `engine`.
 
     Args:
         engine: an `sglang.Engine`, the URL of an SGLang server, or the result of an earlier call of

@@ -38,6 +38,7 @@ from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import image_cache, settings, unguarded
 from .failed_replies import failed_reply
 from .idle_sleep import remove, with_handler
+from .places import effective_arguments
 from .updaters import updater_of
 
 __all__ = [
@@ -168,13 +169,22 @@ def is_known(kind: str) -> bool:
 
 
 def when_asleep(scheduler: Any) -> WhenAsleep:
-    """Return the policy in effect, which is always "refuse" with SGLang's Rust server."""
-    return "refuse" if is_rust_served(scheduler) else settings.policy_of(scheduler).when_asleep
+    """Return the policy in effect, which is always "refuse" without a tokenizer manager."""
+    return "refuse" if _other_server(scheduler) else settings.policy_of(scheduler).when_asleep
 
 
 def is_rust_served(scheduler: Any) -> bool:
     """Return whether this process runs SGLang's Rust server instead of a tokenizer manager."""
     return getattr(scheduler, "rust_server", None) is not None
+
+
+def _other_server(scheduler: Any) -> str:
+    """Return the name of the server that replaces SGLang's tokenizer manager, or ""."""
+    if is_rust_served(scheduler):
+        return "Rust server (SGLANG_RUST_SERVER)"
+    if getattr(effective_arguments(scheduler), "smg_grpc_mode", False):
+        return "gRPC server (--smg-grpc-mode)"
+    return ""
 
 
 def guard_of(scheduler: Any) -> Guard | None:
@@ -184,13 +194,14 @@ def guard_of(scheduler: Any) -> Guard | None:
 
 
 def _check_server(scheduler: Any) -> None:
-    """Keep an idle engine awake if SGLang's Rust server, which cannot wake it, is in use."""
+    """Keep an idle engine awake if its server cannot wake it."""
     if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
         remove(scheduler)
         _logger.warning(
-            "SGLang's Rust server (SGLANG_RUST_SERVER) neither holds requests nor wakes the "
-            "engine: while memory is released, memsaver refuses requests, as with "
-            "MEMSAVER_SGLANG_ASLEEP=refuse, and an idle engine keeps its memory"
+            "SGLang's %s neither holds requests nor wakes the engine: while memory is released, "
+            "memsaver refuses requests, as with MEMSAVER_SGLANG_ASLEEP=refuse, and an idle engine "
+            "keeps its memory",
+            _other_server(scheduler),
         )
 
 

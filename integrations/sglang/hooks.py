@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _GUARDED = f"{_SCHEDULER}.init_request_dispatcher"  # the method whose hook installs the guard
 NO_PLACE = "Scheduler.init_request_dispatcher was not found"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_ADMITTED = f"{_MANAGER}.generate_request"  # the method whose hook applies the policy
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -73,6 +75,7 @@ _CONTROL_CALLS: dict[str, Callable[..., Any]] = {
     f"{_TOKENIZER}.send_weights_to_remote_instance": admissions.call("send its weights"),
 }
 _missing: set[str] = set()  # methods that imported modules lack
+_logger = logging.getLogger("memsaver.sglang")
 
 
 def install() -> None:
@@ -126,7 +129,14 @@ def install_in(module: ModuleType) -> None:
     detokenizes.
     """
     try:
-        _missing.update(hooking.install(module, _hooks(), _optional_hooks()))
+        missing = set(hooking.install(module, _hooks(), _optional_hooks()))
+        if _ADMITTED in missing - _missing:
+            _logger.error(
+                "SGLang's TokenizerManager has no generate_request, so memsaver can neither hold "
+                "requests to a sleeping engine nor wake it: they are refused, as with "
+                "MEMSAVER_SGLANG_ASLEEP=refuse"
+            )
+        _missing.update(missing)
     except Exception as error:
         _mark_unguarded(module, f"{type(error).__name__}: {error}")
         raise
@@ -176,7 +186,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_SCHEDULER}._pp_send_pyobj_to_next_stage": ("AFTER", pipeline.after_send),
         f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", _sleep_when_idle),
         f"{_MANAGER}.__init__": ("AROUND", settings.fix_policy),
-        f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
+        _ADMITTED: ("AROUND", admissions.generate),
         f"{_MANAGER}.abort_request": ("AROUND", admissions.abort),
         f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),
         f"{_MANAGER}._discard_pending_req_states": ("AROUND", admissions.discard_pending),

@@ -64,7 +64,7 @@ def launch(
         tp_size: the number of tensor-parallel ranks; None means the size that `arguments` sets.
         arguments: the arguments of `sglang.Engine`. The arguments override the placement and the
             defaults for rollouts.
-        timeout: the seconds within which the engine must be ready; after that, its processes are
+        timeout: the seconds within which the engine must be ready; otherwise, its processes are
             killed. The timeout does not limit SGLang's work in this process before these processes
             start, such as a download of the model.
         variables: environment variables of the engine, such as the result of `policy_variables`.

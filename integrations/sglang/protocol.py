@@ -2,8 +2,8 @@
 
 SGLang's requests and replies have no field for memsaver's messages. The string `rid`, which SGLang
 ignores in update requests and in replies to releases and resumes, carries a message as JSON after a
-prefix. The result of an update is in the reply's message. A scheduler's state is part of the server
-information, under the key "memsaver".
+prefix. The result of an update is in the reply's `message` field. A scheduler's state is part of
+the server information, under the key "memsaver".
 
 The `rid` of a request to release or resume has one of these values on its way to the schedulers:
 

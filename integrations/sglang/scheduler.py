@@ -23,11 +23,12 @@ that still have memory on a rank (`Answer.held`). The next release of the tags r
 and the next resume uses it.
 
 The result is part of the answer to the tokenizer manager, whose methods return the answers of all
-schedulers or raise an error. The server information also contains the result. If the stages of a
-pipeline cannot work at the same time (see `pipeline.can_defer`), each stage decides independently,
-and only the first stage's answer is sent. If an engine uses a different saver, the hooks only run
-the checks. If SGLang's handlers lack the expected interface, only releases without the guard are
-rejected.
+schedulers or raise an error. If data-parallel replicas differ in their results, the tokenizer
+manager makes the successful ones undo their operation (`undoing`). The server information also
+contains the result. If the stages of a pipeline cannot work at the same time (see
+`pipeline.can_defer`), each stage decides independently, and only the first stage's answer is sent.
+If an engine uses a different saver, the hooks only run the checks. If SGLang's handlers lack the
+expected interface, only releases without the guard are rejected.
 """
 
 from __future__ import annotations

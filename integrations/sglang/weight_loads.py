@@ -177,7 +177,7 @@ def _load_checked(
 
 
 def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callable[..., Any]:
-    """Return a hook around an updater's handler, which itself ignores verification requests.
+    """Return a hook around an updater's handler that itself ignores verification requests.
 
     Args:
         kind, has_barrier: see `_load`.

@@ -35,8 +35,7 @@ class Offloaded:
     and steps that use these tensors while the tag is paused are not rejected.
 
     Attributes:
-        tag: the tag, to be passed to memsaver's own functions: `memsaver.swap(out=offloaded.tag,
-            ...)`.
+        tag: the tag, for memsaver's own functions: `memsaver.swap(out=offloaded.tag, ...)`.
     """
 
     def __init__(self, collection: Collection) -> None:

@@ -24,7 +24,7 @@ class SimulatedStorages:
     """The memory of CPU tensors, except step counters, which stay on the host even with a GPU."""
 
     def takes(self, holding: Holding) -> bool:
-        """Return whether a tensor would be in device memory on a GPU."""
+        """Return whether a tensor would be in device memory if the process used a GPU."""
         return holding.tensor.device.type == "cpu" and not holding.is_counter
 
     def move(self, tensors: list[Any], tag: str) -> None:

@@ -248,7 +248,7 @@ def _answered(
 ) -> Any:
     """Run a release or a resume, and return its `Answer`, which contains any failure.
 
-    If `work` returns a future, the result is also a future, because pausing vLLM's scheduler
+    If `work` returns a future, the result is also a future, because the pause of vLLM's scheduler
     completes later. Errors that are not memsaver's own propagate, unless the workers reported a
     failure of this call.
 

@@ -1,4 +1,4 @@
-"""Make calls that wait for an exited engine core fail.
+"""Fail the calls that wait for an engine core that has exited.
 
 vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core has
 exited. A core can exit in two ways. If its workers have exited, the core sends a message about this

@@ -107,7 +107,7 @@ def _wake_rewritten(worker: Any, tags: list[str]) -> None:
     """Wake tags that include the weights, which are about to be rewritten on all ranks."""
     allocator = installed_allocator()
     assert allocator is not None  # the core has checked this
-    # The ranks decide together, because only some of them may have their backup on disk.
+    # The ranks decide together, because the backups of only some of them might be on disk.
     votes = group_of(worker).gather({"saved": save_buffers(worker, allocator)})
     is_rewritten = all(vote["saved"] for vote in votes)
     with allocator.rewriting([WEIGHTS]) if is_rewritten else contextlib.nullcontext():

@@ -31,7 +31,7 @@ __all__ = ["Route", "TorchPools", "torch_pools"]
 
 
 def torch_pools(required: bool = True) -> TorchPools | None:
-    """Return the process's torch pools, or None if torch cannot have pools (see `required`).
+    """Return the process's torch pools, or None if they are unavailable (see `required`).
 
     Like all functions in this module, this function acquires no lock, because a finalizer or a
     signal handler might need the pools during another call on the same thread.

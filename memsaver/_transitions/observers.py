@@ -78,8 +78,8 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
 
     The tag is still mapped when the callbacks run. Callbacks are not called for tags that are
     already paused. This function can be used as a decorator. On the main thread, signals (Ctrl-C)
-    are handled only after the callbacks, so every callback must return. If a callback begins a
-    transition of the tag, that call raises `InvalidStateError`.
+    are handled only after the callbacks, so a callback must not block indefinitely. If a callback
+    begins a transition of the tag, that call raises `InvalidStateError`.
 
     Raises:
         ConfigError: `function` is not callable, or `tag` is invalid.
@@ -178,7 +178,7 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
 
 
 def _name_callback(error: BaseException, what: str) -> None:
-    """Add a note about an error's origin, which Python 3.11 and newer show."""
+    """Add a note with an error's origin to the error; Python 3.11 and newer show such notes."""
     text = f"raised by the {what}"
     with contextlib.suppress(Exception):  # some exceptions, such as frozen dataclasses, accept none
         if hasattr(error, "add_note"):

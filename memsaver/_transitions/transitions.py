@@ -45,10 +45,10 @@ def pause(
 ) -> Report | Transition:
     """Release the device memory of `tags`; their addresses stay reserved.
 
-    The call pauses all tags or none: after an error, every tag is mapped and has its contents. It
-    first waits until the devices have completed all previously submitted work. Until the resume,
-    any access to the memory is an illegal access, but the tensors in it can be deleted. Pausing a
-    tag that is already paused has no effect, and the tag's `Change.changed` is False.
+    The call pauses all tags or none: after an error, every tag is mapped and has its contents. The
+    call first waits until the devices have completed all previously submitted work. Until the
+    resume, any access to the memory is an illegal access, but the tensors in it can be deleted.
+    Pausing a tag that is already paused has no effect, and the tag's `Change.changed` is False.
 
     Args:
         tags: the tags; if empty, all tags.
@@ -75,12 +75,12 @@ def pause(
     Raises:
         UnknownTagError: no region has ever named one of the tags.
         ConfigError: the backup is unknown.
-        InvalidStateError: the call would discard 256 MiB or more in total of tags for which neither
-            a region nor the call chose a backup. It is also raised if the call is made inside a
-            region of one of the tags, inside `use_mem_pool` of one of their `torch_pool`s, or
-            during a CUDA graph capture. Finally, it is raised if waiting for a tag would deadlock,
-            because a callback, a signal handler or a finalizer makes the call during a transition
-            that must end first.
+        InvalidStateError: the call would discard a total of 256 MiB or more from tags for which
+            neither a region nor the call chose a backup. It is also raised if the call is made
+            inside a region of one of the tags, inside `use_mem_pool` of one of their `torch_pool`s,
+            or during a CUDA graph capture. Finally, it is raised if waiting for a tag would
+            deadlock, because a callback, a signal handler or a finalizer makes the call during a
+            transition that must end first.
         TagSharedError: another process used a tensor of one of the tags for longer than the option
             `importer_seconds`.
         OutOfHostMemoryError: there is not enough host memory for the backup.

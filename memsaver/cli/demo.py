@@ -251,7 +251,7 @@ class Show:
             complain("memsaver demo", text)
             raise SystemExit(
                 INTERRUPTED
-            ) from None  # after the transition, for which Python's exit waits
+            ) from None  # the interpreter waits for the transition before it exits
 
     def _add_row(self, name: str, seconds: float, check: Callable[[], str]) -> None:
         from rich.text import Text

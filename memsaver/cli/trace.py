@@ -201,7 +201,7 @@ def _figures(moves: Moves) -> dict[str, Text | str]:
         **counts,
         "Memory": size_text(moves.device_bytes),
         "Copied": size_text(moves.copied_bytes),
-        # The duration is unknown if the beginnings were dropped.
+        # The duration is unknown if the transitions' start records were dropped.
         "Time": format_seconds(moves.seconds) if moves.seconds else "",
         "Rate": format_rate(moves.rate) if moves.rate else "",
     }

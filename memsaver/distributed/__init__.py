@@ -25,9 +25,9 @@ one thread at a time. The calls have these properties:
   at once. If `group` is a valid group of the rank but the wrong one, or is None while the other
   ranks pass a subgroup, no rank can detect the mistake: each rank waits until `timeout` and raises
   `GroupError`. A rank that is not in its `group` raises `InvalidStateError` at once, because any
-  rank outside a group may make this call. Other ranks that expect this rank wait until `timeout`.
-  If `timeout` is None, the group's own timeout applies, or 30 minutes for a rank that searches for
-  a group.
+  rank outside a group may make this call. If other ranks expect this rank to take part, they wait
+  until `timeout`. If `timeout` is None, the group's own timeout applies, or 30 minutes for a rank
+  that searches for a group.
 - **Contents.** Contents with a backup are never lost. A pause begins on all ranks before it runs on
   any rank, so a rejected pause fails before contents without a backup are lost. If a pause fails
   later, contents without a backup are zero on the ranks that had paused them.

@@ -41,7 +41,7 @@ def arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]
 
 
 def missing_ranks(store: Any, own: int, ranks: list[int], collectives: int) -> tuple[int, ...]:
-    """Record that this rank has abandoned a collective, and return the ranks that never arrived.
+    """Record that this rank has abandoned a collective, and return the ranks that did not reach it.
 
     Args:
         store: the channel's store.

@@ -132,7 +132,7 @@ class Channel:
         """
 
         def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
-            # A sum of rows that are zero except this rank's, which works in place and in every
+            # Sums rows that are zero except this rank's, because a sum works in place and in every
             # backend.
             rows = self._zeros(len(self.ranks), len(payload))
             if payload:

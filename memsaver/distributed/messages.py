@@ -29,7 +29,7 @@ class Codec:
     Attributes:
         pack: a function that encodes a value as bytes. The value None is always sent as b"".
         unpack: a function that decodes these bytes on every rank.
-        confirmed: whether each rank reports to the others if `unpack` succeeded.
+        confirmed: whether the ranks inform one another whether `unpack` succeeded.
         pack_error: a function that encodes an exception for `unpack_error`, or returns b"" if the
             exception cannot be sent.
         unpack_error: a function that decodes these bytes to `Outcome.error`.

@@ -1,6 +1,4 @@
-"""Format the arguments of calls, for comparing the calls of different ranks. These functions never
-raise.
-"""
+"""Format calls' arguments, for comparing the calls of different ranks. Never raises."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from memsaver.traces.trace import TagSample, Trace
 
 __all__ = ["DeviceSeries", "device_series", "peaks"]
 
-_MOST_VALUES = 1 << 20  # limit on the number of values for all tags, to bound a page's size
+_MOST_VALUES = 1 << 20  # limit on the values of all tags together, to bound a page's size
 _LEAST_POINTS = 1000  # minimum number of points for any number of tags
 
 _Value = TypeVar("_Value")

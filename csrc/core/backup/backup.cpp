@@ -18,7 +18,7 @@ namespace memsaver {
 namespace {
 
 // Blocks smaller than the device's granularity may form unbounded chains through shared pages. A
-// chain of kLongBytes is cut at the next block below kSmallBytes.
+// chain that has reached kLongBytes is cut at the next block smaller than kSmallBytes.
 constexpr uint64_t kLongBytes = 2 * kCopyChunkBytes;
 constexpr uint64_t kSmallBytes = 1ull << 20;
 

@@ -212,8 +212,8 @@ void BackupFile::transfer(const char* verb, uint64_t offset, uint64_t bytes, Mov
                " of these bytes; it was cut, or the "
                "range was never written");
     } else if (errno == EINVAL && direct) {
-      // The file system accepts O_DIRECT but not this transfer: its block size is larger, or this
-      // is the unaligned rest of a short transfer.
+      // The file system accepts O_DIRECT but not this transfer: its block size is larger, or a
+      // short transfer left an unaligned remainder.
       const int flags = fcntl(file_, F_GETFL);
       if (flags == -1 || fcntl(file_, F_SETFL, flags & ~O_DIRECT) != 0) fail(verb, bytes, EINVAL);
       direct_ = false;
@@ -230,7 +230,7 @@ void BackupFile::write(uint64_t offset, const void* from, uint64_t bytes) {
     return pwrite(file_, static_cast<const char*>(from) + done, left, at);
   });
   if (direct_ || bytes == 0) return;
-  // Only pages that are on the disk can be dropped, and a disk error may be reported only now.
+  // Only pages already on disk can be dropped, and a disk error may surface only here.
   constexpr unsigned kWhole =
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
   while (sync_file_range(file_, static_cast<off_t>(offset), static_cast<off_t>(bytes), kWhole)) {

@@ -21,9 +21,9 @@
 
 namespace memsaver {
 
-// Physical device memory that is not mapped at any address. New memory reads as zero, because the
-// driver clears it. Memory that several processes share is released when the last of these
-// processes releases it.
+// Physical device memory, independent of the address at which a Mapping may map it. New memory
+// reads as zero, because the driver clears it. Memory that several processes share is released when
+// the last of these processes releases it.
 class PhysicalMemory {
  public:
   // `bytes` must be a multiple of the device's granularity. Other processes can import the memory

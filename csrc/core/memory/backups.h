@@ -22,9 +22,9 @@ void* view_backup(const Range& range, bool writable);
 // kInvalidState if the copy was not retained or belongs to an earlier allocation.
 void* view_retained(const Range& range, bool writable);
 
-// Releases the memory and disk space of the named tags' backups, or of all backups if there are no
-// names, and the memory for their fingerprints. Backups of paused tags are not released. Returns
-// the number of released bytes. Skips tags that are in a transition. Throws kUnknownTag.
+// Releases the memory and disk space of the named tags' backups, or of all tags' backups if there
+// are no names. Backups of paused tags are not released. Returns the number of released bytes.
+// Skips tags that are in a transition. Throws kUnknownTag.
 uint64_t trim_backups(const std::vector<std::string>& names);
 
 // Returns the host memory in use for all backups and their temporary buffers, in bytes.

@@ -4,8 +4,8 @@
 formats, some of them inside a stream that begins with status 200. The middleware therefore delays
 the start of each response until the first part of the body arrives or the application's call ends,
 and replaces the response if the request was refused. The delay applies even while all memory is
-known to be mapped, because a release can overtake a request and is not recorded until it has ended.
-The body itself is never delayed.
+known to be mapped, because a release can overtake a request and is not recorded until the release
+has ended. The body itself is never delayed.
 
 While memory is released, a health request returns the released tags and causes no generation. The
 response's status suits load balancers: it is 503 if requests are refused, and 200 if they wait or

@@ -1,4 +1,4 @@
-"""`ServedEngine`: an engine's server at a URL; the code that all engines share."""
+"""`ServedEngine`: an engine's server at a URL, with the code that all engines share."""
 
 from __future__ import annotations
 

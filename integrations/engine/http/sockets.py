@@ -178,7 +178,7 @@ def _left(deadline: float) -> float:
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
     """Return the addresses of a host given as a numeric address or a name.
 
-    The system's resolver has no timeout, so it runs in its own thread. If the deadline passes
+    The system's resolver accepts no timeout, so it runs in its own thread. If the deadline passes
     first, that thread outlives the call.
     """
     try:

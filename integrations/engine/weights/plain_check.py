@@ -180,7 +180,7 @@ class _Coverage(Writes):
     def part(self, name: str, whole: int) -> Part:
         """Return the copied part of a tensor of `whole` bytes.
 
-        Views that overlap are each counted in full.
+        Different views that overlap are each counted in full.
         """
         views = sorted(self._views[name])
         copied = sum(size * math.prod(sizes) for _, size, _, sizes in views)

@@ -179,7 +179,7 @@ class _Update:
             ):
                 for load in loads:
                     self._send(*load, load is loads[-1])
-            if plan.has_parts:  # deleted before the memory is freed, which waits for its users
+            if plan.has_parts:  # deleted first, because freeing the memory waits for its users
                 self._steps.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
         checksums = self._checksums()
         return {

@@ -1,4 +1,4 @@
-"""`TorchMemorySaver`: regions, graphs, pauses and resumes for programs, based on memsaver."""
+"""`TorchMemorySaver`, implemented with memsaver: regions, graphs, pauses and resumes."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def peer_at(endpoint: str, tag: str) -> Peer:
 
 
 def is_foreign(address: int) -> bool:
-    """Return whether an address is in memory of another process."""
+    """Return whether an address is in another process's memory."""
     return any(
         span.native.address <= address < span.native.address + span.nbytes
         for peer in list(_peers.values())

@@ -117,7 +117,7 @@ def cancel(tokens: list[int]) -> None:
 
 
 def keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:
-    """Keep the memory of a storage for the receiver of a message, and return its token.
+    """Keep a storage's memory for a message's receiver, and return the storage's token.
 
     The caller must call `exporter.expect_deadline` afterwards.
     """

@@ -10,7 +10,7 @@ from memsaver.cli.checks.system import mount_path, read_system_file
 
 __all__ = ["memory_limits"]
 
-_UNLIMITED = 1 << 60  # without a limit, version 1 writes a number near 2^63
+_UNLIMITED = 1 << 60  # without a limit, cgroup v1 reports a number near 2^63
 
 
 def memory_limits() -> list[tuple[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import types
 
 import pytest
 from sleeping_manager import (
@@ -23,7 +24,7 @@ import memsaver
 from memsaver.integrations.engine import admission, shared_query
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
-from memsaver.integrations.sglang import admissions, unknown_requests
+from memsaver.integrations.sglang import admissions, hooks, unknown_requests
 from memsaver.integrations.sglang.protocol import REWRITTEN
 
 pytestmark = pytest.mark.usefixtures("manager_modules")
@@ -46,6 +47,15 @@ async def test_a_refused_request_raises_before_it_is_sent(kind, stream):
     )
     await change(manager, "resume")
     assert len(await outputs(manager, kind("b", stream))) == (3 if stream else 1)
+
+
+def test_a_manager_without_a_place_for_the_policy_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(hooks, "_missing", set())
+    module = types.ModuleType("sglang.srt.managers.tokenizer_manager")
+    module.TokenizerManager = type("TokenizerManager", (), {"__init__": Manager.__init__})
+    for _ in range(2):
+        hooks.install_in(module)
+    assert sum("has no generate_request" in text for text in caplog.messages) == 1
 
 
 async def test_each_engine_keeps_the_policy_of_its_start(policy):

@@ -329,9 +329,13 @@ def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):
 
 
 @pytest.mark.usefixtures("waking")
-def test_a_server_in_rust_neither_waits_nor_wakes(engine):
+@pytest.mark.parametrize("server", ["rust", "grpc"])
+def test_a_server_without_a_tokenizer_manager_neither_waits_nor_wakes(engine, server):
     assert state_of(engine)["memsaver"]["when_asleep"] == "wake"
-    engine.rust_server = object()
+    if server == "rust":
+        engine.rust_server = object()
+    else:
+        engine.server_args.smg_grpc_mode = True
     assert state_of(engine)["memsaver"]["when_asleep"] == "refuse"
 
 

@@ -164,12 +164,16 @@ def test_only_an_engine_with_a_guard_sleeps_when_idle(monkeypatch, scheduler, re
 
 
 @pytest.mark.usefixtures("waking")
-def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, clock, caplog):
-    """SGLang 0.5.23's Rust server has no tokenizer manager."""
-    sleeper.rust_server = object()
+@pytest.mark.parametrize("server", ["Rust", "gRPC"])
+def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, clock, caplog, server):
+    """These servers of SGLang have no tokenizer manager."""
+    if server == "Rust":
+        sleeper.rust_server = object()
+    else:
+        sleeper.server_args.smg_grpc_mode = True
     sleeper.init_request_dispatcher()
     assert isinstance(sleeper._request_dispatcher, Guard)
-    assert advance(clock, sleeper.input_blocker, 20) == [] and "Rust" in caplog.text
+    assert advance(clock, sleeper.input_blocker, 20) == [] and server in caplog.text
 
 
 class Dispatcher:
