@@ -27,7 +27,7 @@ def rewritten(page: str, rows: list[dict[str, Any]]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown, below the conditions of their runs."""
     runs = {
-        f"{row['gpu']}, {row['date']}, memsaver {row['versions']['memsaver']}, "
+        f"{row['gpu']}, memsaver {row['versions']['memsaver']}, "
         f"SGLang {row['versions'].get('sglang', 'unknown')}"
         for row in rows
         if "date" in row
@@ -37,7 +37,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{'; '.join(sorted(runs)) or 'No kind was run yet'}.",
         "",
         "| kind | resumed | updated | updated, no backup | release, ms | resume, ms "
-        "| KV, weights, graphs, MiB | GPU | |",
+        "| KV, weights, graphs, MiB | GPU, date, commit | |",
         "|---|---|---|---|--:|--:|--:|---|---|",
     ]
     for kind in KINDS:
@@ -51,11 +51,19 @@ def table(rows: list[dict[str, Any]]) -> str:
             _number(row.get("release_ms")),
             _number(row.get("resume_ms")),
             ", ".join(f"{size:,}" for size in sizes.values()),
-            row.get("gpu", "").removeprefix("NVIDIA ").partition(" ")[0],
+            _run_of(row),
             _note(kind, row),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _run_of(row: dict[str, Any]) -> str:
+    """Return the GPU, the date and the commit of a row; "" if the kind was not run."""
+    if "date" not in row:
+        return ""
+    gpu = row["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+    return f"{gpu}, {row['date']}, {row['commit'][:7]}"
 
 
 def _number(value: float | None) -> str:

@@ -45,7 +45,7 @@ def _add_holders(error: MemsaverError) -> None:
 
 
 def describe(device: int) -> str:
-    """Describe a device's free memory, tags and processes, for a note on another library's error."""
+    """Describe a device's free memory, tags and processes, for a note on a library's error."""
     holders = _holders(device)
     held = ", ".join(f"{row.tag!r} {size_text(row.bytes)}" for row in holders)
     free = ""
