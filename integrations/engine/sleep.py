@@ -384,7 +384,8 @@ class EngineController:
             return
         reported = error_of(self._knowledge.newer([state.last for state in states]))
         self._knowledge.learn(states)
-        if reported is not None and isinstance(error, EngineError):
+        is_told = type(reported) is type(error) and f"{reported}" in f"{error}"
+        if reported is not None and isinstance(error, EngineError) and not is_told:
             raise reported from error
 
     def _settle(self, deadline: float) -> None:

@@ -1,13 +1,9 @@
 """Make a release or a resume of data-parallel replicas take effect on all replicas or on none.
 
-Each replica releases or resumes its tags on all of its ranks or on none, but the replicas do not
-exchange failures. The tokenizer manager, which receives the answers of all replicas, therefore
-checks before a release that all replicas are idle. After a failure, it sends the opposite request,
-with UNDO as its `rid`. Each replica then undoes its own last release or resume, unless that one
-failed or changed nothing.
-
-An undone release restores contents that have a backup. The prefix cache is lost, and so are weights
-without a backup.
+The tokenizer manager, which receives the answers of all replicas, checks before a release that all
+replicas are idle. After a failure, it sends the opposite request with UNDO as its `rid`. Each
+replica then undoes its own last release or resume, unless that one failed or changed nothing. See
+also `..engine.undoing`.
 """
 
 from __future__ import annotations
@@ -18,10 +14,9 @@ from typing import Any
 
 from ..engine.answers import last_answer
 from ..engine.errors import EngineBusyError
-from ..engine.messages import Answer, error_of
-from ..engine.ranks import lost_tags
+from ..engine.messages import Answer
 from ..engine.shared_query import retrieve
-from ..engine.tags import RELEASE_ORDER, WEIGHTS
+from ..engine.undoing import changed_tags, description
 from .places import effective_arguments, replicas_in
 from .protocol import UNDO, answers_of, states_of
 
@@ -65,8 +60,8 @@ async def undo(
         The replicas' current answers, and a description of their state for the error's message, ""
         if there was nothing to undo.
     """
-    changed = {tag for one in answers if one.failure is None for tag in one.tags}
-    if not changed:
+    tags = changed_tags(answers)
+    if not tags:
         return answers, ""
     from sglang.srt.managers.io_struct import (
         ReleaseMemoryOccupationReqInput,
@@ -80,17 +75,11 @@ async def undo(
     else:
         request = ReleaseMemoryOccupationReqInput()
         communicator = manager.release_memory_occupation_communicator
-    request.tags, request.rid = [tag for tag in RELEASE_ORDER if tag in changed], UNDO
+    request.tags, request.rid = tags, UNDO
     before = {one.scheduler: one.number for one in answers}
     now = answers_of(await communicator(request))
     undone = [one for one in now if one.number > before.get(one.scheduler, 0)]
-    failed = error_of(undone)
-    if failed is not None:
-        return now, f"; other replicas could not undo their {operation}: {failed}"
-    text = f"; other replicas have undone their {operation}"
-    if operation == "release" and WEIGHTS in lost_tags(r for one in undone for r in one.ranks):
-        text += ", but their weights had no backup and are lost: update them"
-    return now, text
+    return now, description(operation, undone)
 
 
 def to_undo(scheduler: Any, operation: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ..engine.fields import Fields
 from ..engine.interface import PauseMode, Request, Sample
 from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
+from ..engine.undoing import changed_tags, description
 from .protocol import INFO, RELEASE, RESUME, STATE
 
 __all__ = ["Link", "without_sleep_mode"]
@@ -79,11 +80,31 @@ class Link(abc.ABC):
         return []
 
     def _change(self, method: str, arguments: list[Any], timeout: float) -> list[Answer]:
-        answers = [Answer.from_fields(row) for row in self.rpc(method, arguments, timeout)]
+        deadline = time.monotonic() + timeout
+        answers = self._answers(method, arguments, timeout)
         failed = error_of(answers)
         if failed is not None:
+            left = seconds_until(deadline, _LEAST_SECONDS)
+            failed.message += self._undo(method, changed_tags(answers), left)
             raise failed
         return answers
+
+    def _undo(self, method: str, tags: list[str], timeout: float) -> str:
+        """Undo a release or a resume on the data-parallel engine cores where it succeeded.
+
+        On the other cores, the opposite call finds the tags in the state that it requests.
+
+        Returns:
+            The end of the error's message.
+        """
+        if not tags:
+            return ""
+        if method == RELEASE:
+            return description("release", self._answers(RESUME, [tags], timeout))
+        return description("resume", self._answers(RELEASE, [tags, self.level], timeout))
+
+    def _answers(self, method: str, arguments: list[Any], timeout: float) -> list[Answer]:
+        return [Answer.from_fields(row) for row in self.rpc(method, arguments, timeout)]
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""

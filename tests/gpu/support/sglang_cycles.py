@@ -20,7 +20,7 @@ from sglang_checks import (
     gives_back,
     sleep,
 )
-from sglang_engines import PROMPTS, Session, greedy
+from sglang_engines import PROMPTS, SLACK, Session, greedy
 
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
 from memsaver.integrations.engine.nccl import loaded
@@ -191,16 +191,19 @@ def a_wake_that_does_not_fit(session: Session) -> None:
 
 
 def a_wake_that_does_not_fit_one_replica(session: Session) -> None:
-    """Replicas resume independently. If a replica fails, the call raises an error, and a second
-    call wakes the replica.
+    """If the memory of one replica is occupied, a wake-up fails and the other replica also stays
+    asleep.
     """
     controller = session.controller
     sleep(session)
     trainer = Trainer(session.gpus - 1, ROOM, pattern=7)
+    asleep = session.free()
     with raises(OutOfDeviceMemoryError) as caught:
         controller.wake_up()
     assert "kv_cache" in str(caught[0]) and "free memory" in str(caught[0]), str(caught[0])
-    assert controller.released == EVERY
+    assert controller.released == EVERY and controller.status is Status.ASLEEP
+    lost = [before - now for before, now in zip(asleep, session.free(), strict=True)]
+    assert max(lost) < SLACK, lost
     with raises(InvalidStateError):
         controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
     assert trainer.is_intact()
