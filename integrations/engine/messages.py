@@ -29,8 +29,7 @@ __all__ = [
     "raisable",
 ]
 
-# The exceptions that are sent by name; torch's shortage of memory arrives as memsaver's. Any other
-# exception arrives as an EngineError.
+# The exceptions that are sent by name. Any other exception arrives as an EngineError.
 _KINDS: dict[str, type[MemsaverError]] = {
     kind.__name__: kind
     for kind in (
@@ -46,7 +45,6 @@ _KINDS: dict[str, type[MemsaverError]] = {
         errors.UnknownTagError,
     )
 }
-_KINDS["OutOfMemoryError"] = errors.OutOfDeviceMemoryError
 
 # The exceptions with attributes for the needed and the free bytes.
 _WANTS = (errors.BackupError, errors.OutOfDeviceMemoryError, errors.OutOfHostMemoryError)
@@ -263,5 +261,11 @@ def raisable(failure: Failure) -> MemsaverError:
 
 
 def kind_of(failure: Failure) -> type[MemsaverError]:
-    """Return the exception class that a failure names; `EngineError` if the name is unknown."""
+    """Return the exception class that a failure names; `EngineError` if the name is unknown.
+
+    torch's `OutOfMemoryError` becomes an `OutOfDeviceMemoryError`. Other libraries have exceptions
+    with the same name, which report a shortage of host memory.
+    """
+    if failure.kind == "OutOfMemoryError" and "CUDA out of memory" in failure.message:
+        return errors.OutOfDeviceMemoryError
     return _KINDS.get(failure.kind, EngineError)

@@ -323,8 +323,7 @@ class EngineController:
         """Query the schedulers' states; repeat the query if a reply belonged to an earlier query.
 
         Raises:
-            EngineError: no query returned exactly one reply from each scheduler; the state is now
-                unknown.
+            EngineError: no query returned one reply from each scheduler; the state is unknown.
         """
         for _ in range(_MOST_QUERIES):
             states = self._engine.states(min(self._timeout, seconds_until(deadline)))
@@ -351,7 +350,7 @@ class EngineController:
         try:
             answers = call(tags, seconds_until(deadline), **options)
         except BaseException as error:
-            self._after_failure(error, deadline)
+            self._after_failure(operation, error, deadline)
             raise
         seconds = time.monotonic() - started
         states: list[SchedulerState] = []
@@ -362,13 +361,13 @@ class EngineController:
             self._knowledge.note(operation, tags, answers)
         else:
             self._knowledge.learn(states)
-            failed = error_of(answers)
+            failed = error_of(one for one in answers if one.operation == operation)
             if failed is not None:  # a failure that the server did not report
                 raise failed
             self._knowledge.check_done(operation, tags)
         return Step(operation, tuple(tags), seconds, rank_reports(answers))
 
-    def _after_failure(self, error: BaseException, deadline: float) -> None:
+    def _after_failure(self, operation: str, error: BaseException, deadline: float) -> None:
         """Query the state after a failure. Raises the error that the schedulers report, if any."""
         is_passed_on = not isinstance(error, ConfigError) or self.guarded
         if isinstance(error, EngineError) and error.http_status in _NOT_PASSED_ON:
@@ -382,7 +381,8 @@ class EngineController:
             states = self._states(deadline)
         except MemsaverError:
             return
-        reported = error_of(self._knowledge.newer([state.last for state in states]))
+        answers = self._knowledge.newer([state.last for state in states])
+        reported = error_of(one for one in answers if one.operation == operation)
         self._knowledge.learn(states)
         is_told = type(reported) is type(error) and f"{reported}" in f"{error}"
         if reported is not None and isinstance(error, EngineError) and not is_told:

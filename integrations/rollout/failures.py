@@ -10,17 +10,19 @@ from memsaver.distributed.errors import RankFailure, failed
 from memsaver.distributed.messages import FailureRecord
 from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
+from ..engine.messages import Failure, kind_of
 from .pickles import PICKLES, pack, unpack
 
 __all__ = ["SerializedError", "error_of", "is_shortage", "noting"]
 
 
-_TORCHS = "OutOfMemoryError"  # the name of torch's error for a shortage of device memory
-
-
 def is_shortage(error: BaseException) -> bool:
     """Return whether an error of memsaver or of torch reports a shortage of device memory."""
-    return isinstance(error, OutOfDeviceMemoryError) or type(error).__name__ == _TORCHS
+    return isinstance(error, OutOfDeviceMemoryError) or _is_shortage(Failure.of(error))
+
+
+def _is_shortage(failure: Failure) -> bool:
+    return kind_of(failure) is OutOfDeviceMemoryError
 
 
 @contextlib.contextmanager
@@ -104,6 +106,6 @@ def error_of(what: str, errors: Sequence[SerializedError], size: int) -> Memsave
 
 
 def _known(one: SerializedError) -> MemsaverError | None:
-    if one.error is None and one.failure.kind == _TORCHS:
+    if one.error is None and _is_shortage(Failure(one.failure.kind, one.failure.message)):
         return OutOfDeviceMemoryError(one.failure.message)
     return one.error

@@ -63,11 +63,11 @@ class StageOrder(StageRuns):
         try:
             self._update_engine()
         except BaseException as error:
+            self._overlap.forget()
             if not self._all_know_failure:
                 raise  # the other ranks may not end the pause now, so this rank must not wait
             is_short = is_shortage(error)
             if not is_short:
-                self._overlap.forget()
                 with noting(error, "the pause of the optimizer's memory"):
                     self._end_pause()
                 raise

@@ -42,10 +42,12 @@ __all__ = [
     "abort_reason",
     "admission_of",
     "call",
-    "change",
     "discard_pending",
     "generate",
+    "memory_tags",
     "release_states",
+    "sent",
+    "without_backup",
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # an attribute of a tokenizer manager
@@ -66,10 +68,10 @@ def _made(manager: Any) -> Admission | None:
     arguments = manager.server_args
     if not getattr(arguments, "enable_memory_saver", False):
         return None
-    return Admission(settings.policy_of(manager), _Schedulers(manager), _without_backup(manager))
+    return Admission(settings.policy_of(manager), _Schedulers(manager), without_backup(manager))
 
 
-def _without_backup(manager: Any, release: Any = None) -> frozenset[str]:
+def without_backup(manager: Any, release: Any = None) -> frozenset[str]:
     """Return the tags whose contents `release` discards; None stands for an arbitrary release."""
     kept = getattr(manager.server_args, "enable_weights_cpu_backup", False)
     is_rewritten = getattr(release, "rid", None) == REWRITTEN
@@ -94,7 +96,7 @@ class _Schedulers:
         if (admission := admission_of(self._manager)) is not None:
             admission.lost = frozenset(tag for state in states for tag in state.lost)
             admission.without_backup = admission.lost
-        return _asleep(tag for state in states for tag in state.released)
+        return memory_tags(tag for state in states for tag in state.released)
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
@@ -102,16 +104,16 @@ class _Schedulers:
         _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
         request = ResumeMemoryOccupationReqInput(tags=list(tags))
         communicator = self._manager.resume_memory_occupation_communicator
-        answers, error = await _sent(self._manager, "resume", communicator, request)
+        answers, error = await sent(self._manager, "resume", communicator, request)
         if error is not None:
             raise error
         if not answers:  # SGLang's own handlers, which have resumed all of the tags
             admission = admission_of(self._manager)
             return admission.released.difference(tags) if admission is not None else frozenset()
-        return _asleep(tag for answer in answers for tag in answer.released)
+        return memory_tags(tag for answer in answers for tag in answer.released)
 
 
-def _asleep(released: Any) -> frozenset[str]:
+def memory_tags(released: Any) -> frozenset[str]:
     """Return the released tags that manage memory; GRAPH manages memory only if graphs are
     pausable.
     """
@@ -119,17 +121,7 @@ def _asleep(released: Any) -> frozenset[str]:
     return tags if settings.graphs_are_pausable() else tags - {GRAPH}
 
 
-def _asked(obj: Any) -> frozenset[str]:
-    """Return the known tags that a request names, or all known tags if it names none.
-
-    The schedulers reject a request whose tags are not a list of known tags.
-    """
-    tags = getattr(obj, "tags", None) or EVERYTHING
-    is_listed = isinstance(tags, Collection) and not isinstance(tags, str)
-    return frozenset(tag for tag in EVERYTHING if is_listed and tag in tags)
-
-
-async def _sent(
+async def sent(
     manager: Any, operation: str, communicator: Any, obj: Any
 ) -> tuple[Sequence[Answer], MemsaverError | None]:
     """Send a release or a resume to all replicas; if it fails on one, undo it on the others."""
@@ -137,44 +129,9 @@ async def _sent(
     answers: Sequence[Answer] = answers_of(await communicator(obj))
     error = error_of(answers)
     if error is not None:
-        answers, then = await undoing.undo(manager, operation, answers)
+        answers, then = await undoing.undo(manager, operation, obj, answers)
         error.message += then
     return answers, error
-
-
-# --- releases and resumes -------------------------------------------------------------------------
-
-
-async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> Sequence[Answer]:
-    """Send a release or a resume; return the schedulers' answers, or log and raise an error."""
-    admission = admission_of(manager)
-    if admission is None:
-        answers, error = await _sent(manager, operation, communicator, obj)
-    else:
-        async with admission.changing:
-            tags = _asleep(_asked(obj))
-            if operation == "release":
-                await undoing.check_idle(manager, tags)
-            if operation == "release" and tags - admission.released >= _WEIGHTS:
-                admission.without_backup = _without_backup(manager, obj)
-            try:
-                answers, error = await _sent(manager, operation, communicator, obj)
-            except BaseException:
-                # Even if the caller was cancelled, the schedulers may have received the request.
-                if operation == "release":
-                    admission.learn(admission.released | tags)
-                raise
-            if any(not _WEIGHTS.isdisjoint(answer.lost) for answer in answers):
-                admission.without_backup = frozenset(_WEIGHTS)
-            if answers:
-                admission.learn(_asleep(tag for answer in answers for tag in answer.released))
-            else:
-                before = admission.released
-                admission.learn(before | tags if operation == "release" else before - tags)
-    if error is not None:
-        _logger.warning("a %s of memory failed: %s", operation, str(error))
-        raise error
-    return answers
 
 
 # --- control requests -----------------------------------------------------------------------------

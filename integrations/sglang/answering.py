@@ -59,9 +59,10 @@ class Answering:
         tags: Sequence[str],
         ranks: Sequence[RankReport],
         held: Collection[str] | None = None,
+        lost: Collection[str] = (),
     ) -> Any:
         """Answer a request that has released or resumed the tags; None leaves `held` unchanged."""
-        return self._made(tags, ranks, None, held)
+        return self._made(tags, ranks, None, held, lost)
 
     def failed(
         self,

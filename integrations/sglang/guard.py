@@ -182,7 +182,8 @@ def _other_server(scheduler: Any) -> str:
     """Return the name of the server that replaces SGLang's tokenizer manager, or ""."""
     if is_rust_served(scheduler):
         return "Rust server (SGLANG_RUST_SERVER)"
-    if getattr(effective_arguments(scheduler), "smg_grpc_mode", False):
+    arguments = effective_arguments(scheduler)
+    if any(getattr(arguments, name, False) for name in ("smg_grpc_mode", "grpc_mode")):
         return "gRPC server (--smg-grpc-mode)"
     return ""
 

@@ -14,7 +14,7 @@ from .admissions import admission_of
 
 __all__ = ["install"]
 
-_HEALTH = ("/health", "/health_generate", "/ready")  # the last since SGLang 0.5.23
+_HEALTH = ("/health", "/health_generate")
 
 
 def install(module: ModuleType) -> None:

@@ -11,7 +11,7 @@ The `rid` of a request to release or resume has one of these values on its way t
 - REWRITTEN: memsaver's controller sends the request, and the weights are about to be overwritten.
 - IDLE: an idle scheduler itself creates the request, on each of its ranks, and expects no reply.
 - UNDO: the tokenizer manager sends the request to undo a release or a resume that failed on another
-  replica; see `undoing`.
+  replica; see `undoing`. UNDO_REWRITTEN undoes a resume that was REWRITTEN.
 - STRICT: another client sends the request, and this version of SGLang reports an error for tags
   that are already in the requested state. In older versions, another client's `rid` is unchanged.
 """
@@ -35,6 +35,7 @@ __all__ = [
     "REWRITTEN",
     "STRICT",
     "UNDO",
+    "UNDO_REWRITTEN",
     "answers_of",
     "checks_in",
     "is_health_check",
@@ -47,7 +48,7 @@ __all__ = [
 _PREFIX = "memsaver:"
 FORGIVING, STRICT = f"{_PREFIX}forgiving", f"{_PREFIX}strict"
 REWRITTEN, IDLE = f"{_PREFIX}rewritten", f"{_PREFIX}idle"
-UNDO = f"{_PREFIX}undo"
+UNDO, UNDO_REWRITTEN = f"{_PREFIX}undo", f"{_PREFIX}undo-rewritten"
 INCOMPLETE = f"{_PREFIX}incomplete"  # of the end of an update that has not loaded all weights
 _HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 

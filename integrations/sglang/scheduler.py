@@ -50,7 +50,7 @@ from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, guard, handlers, leftovers, lost_weights, pipeline, unguarded
 from .answering import Answering, run_unexpected
 from .places import LOCAL_CONTROL, effective_arguments, group_of, has_local_control, place_of
-from .protocol import IDLE, REWRITTEN, UNDO
+from .protocol import IDLE, REWRITTEN, UNDO, UNDO_REWRITTEN
 from .undoing import to_undo
 from .updaters import resume_of, scheduler_of, updater_of
 
@@ -99,7 +99,7 @@ def _answered(
         asked = handlers.requested_tags(request, order)
     except ConfigError as error:
         return answering().refused(error)
-    if _rid(request) == UNDO:
+    if _rid(request) in (UNDO, UNDO_REWRITTEN):
         done = to_undo(scheduler, operation)
         asked = [tag for tag in asked if tag in done]
         if not asked:
@@ -206,7 +206,8 @@ def _rewritten(request: Any) -> tuple[str, ...]:
     The result is empty if there is a draft model, because it may share the tag, and its weights are
     not sent again.
     """
-    is_rewritten = _rid(request) == REWRITTEN and not draft_weights.is_loaded()
+    is_declared = _rid(request) in (REWRITTEN, UNDO_REWRITTEN)
+    is_rewritten = is_declared and not draft_weights.is_loaded()
     return (WEIGHTS,) if is_rewritten else ()
 
 
@@ -283,7 +284,8 @@ def _resume(
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
         lost_weights.resumed(updater, without_contents=WEIGHTS in rewritten)
-        return answer.done(tags, ranks, held=answer.held - set(tags))
+        lost = lost_tags(ranks) if _rid(request) == UNDO else ()
+        return answer.done(tags, ranks, held=answer.held - set(tags), lost=lost)
     # Memory that was resumed without its contents must not be backed up.
     if rewritten:
         lost_weights.lose(updater)

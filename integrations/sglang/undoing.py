@@ -4,80 +4,84 @@ The tokenizer manager, which receives the answers of all replicas, checks before
 replicas are idle. After a failure, it sends the opposite request with UNDO as its `rid`. Each
 replica then undoes its own last release or resume, unless that one failed or changed nothing. See
 also `..engine.undoing`.
+
+A replica cannot undo a resume if a generation that was paused before the release has continued.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..engine.answers import last_answer
 from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer
-from ..engine.shared_query import retrieve
 from ..engine.undoing import changed_tags, description
 from .places import effective_arguments, replicas_in
-from .protocol import UNDO, answers_of, states_of
+from .protocol import REWRITTEN, UNDO, UNDO_REWRITTEN, answers_of, states_of
 
-__all__ = ["check_idle", "to_undo", "undo"]
+__all__ = ["busy_replica", "has_replicas", "to_undo", "undo"]
 
 
-async def check_idle(manager: Any, tags: Collection[str]) -> None:
-    """Raise an error if a release of tags would be refused by some replicas because they are busy.
+def has_replicas(manager: Any) -> bool:
+    """Return whether a tokenizer manager's engine has several replicas with their own ranks."""
+    return replicas_in(effective_arguments(manager)) > 1
+
+
+async def busy_replica(manager: Any, tags: Collection[str]) -> EngineBusyError | None:
+    """Return an error if some replicas would refuse to release tags because they are busy.
 
     Args:
         manager: the tokenizer manager.
         tags: the tags to release.
-
-    Raises:
-        EngineBusyError: a replica has requests in flight; nothing has changed.
     """
-    if replicas_in(effective_arguments(manager)) == 1:
-        return
-    query = asyncio.ensure_future(manager.get_internal_state())
-    query.add_done_callback(retrieve)
-    # Not cancelled with the caller: SGLang 0.5.12 would wait indefinitely in all later queries.
-    for state in states_of(await asyncio.shield(query)):
-        if not state.idle and not set(tags) <= set(state.released):
-            raise EngineBusyError(
-                "a replica of the engine has requests in flight: memory can be released after they "
-                "end; wait for them, or abort them; no replica has changed"
-            )
+    if not has_replicas(manager):
+        return None
+    states = states_of(await manager.get_internal_state())
+    if all(state.idle or set(tags) <= set(state.released) for state in states):
+        return None
+    return EngineBusyError(
+        "a replica of the engine has requests in flight: memory can be released after they end; "
+        "wait for them, or abort them; no replica has changed"
+    )
 
 
 async def undo(
-    manager: Any, operation: str, answers: Sequence[Answer]
+    manager: Any, operation: str, obj: Any, answers: Sequence[Answer]
 ) -> tuple[Sequence[Answer], str]:
-    """Undo an operation on the replicas where it succeeded.
+    """Undo an operation on the replicas where it succeeded. Raises nothing.
 
     Args:
         manager: the tokenizer manager.
         operation: either "release" or "resume", which failed on some replicas.
+        obj: the request.
         answers: the replicas' answers.
 
     Returns:
-        The replicas' current answers, and a description of their state for the error's message, ""
-        if there was nothing to undo.
+        The replicas' current answers, and the end of the error's message.
     """
     tags = changed_tags(answers)
     if not tags:
         return answers, ""
-    from sglang.srt.managers.io_struct import (
-        ReleaseMemoryOccupationReqInput,
-        ResumeMemoryOccupationReqInput,
-    )
+    try:
+        from sglang.srt.managers.io_struct import (
+            ReleaseMemoryOccupationReqInput,
+            ResumeMemoryOccupationReqInput,
+        )
 
-    request: Any
-    if operation == "release":
-        request = ResumeMemoryOccupationReqInput()
-        communicator = manager.resume_memory_occupation_communicator
-    else:
-        request = ReleaseMemoryOccupationReqInput()
-        communicator = manager.release_memory_occupation_communicator
-    request.tags, request.rid = tags, UNDO
+        request: Any
+        if operation == "release":
+            request = ResumeMemoryOccupationReqInput(tags=tags)
+            communicator = manager.resume_memory_occupation_communicator
+        else:
+            request = ReleaseMemoryOccupationReqInput(tags=tags)
+            communicator = manager.release_memory_occupation_communicator
+        was_rewritten = operation == "resume" and getattr(obj, "rid", None) == REWRITTEN
+        request.rid = UNDO_REWRITTEN if was_rewritten else UNDO
+        now = answers_of(await communicator(request))
+    except Exception as error:
+        return answers, f"; other replicas could not undo their {operation}: {error}"
     before = {one.scheduler: one.number for one in answers}
-    now = answers_of(await communicator(request))
     undone = [one for one in now if one.number > before.get(one.scheduler, 0)]
     return now, description(operation, undone)
 

@@ -111,4 +111,5 @@ def error_from(error: Exception, memory: Memory) -> Exception:
     if isinstance(error, MemsaverError):
         return error
     # The errors in `memory` may belong to earlier calls.
-    return next((known for known in memory.errors if known.message in str(error)), error)
+    known = (one for one in memory.errors if one.message and one.message in str(error))
+    return next(known, error)

@@ -52,6 +52,7 @@ def run(
     guard = guard_of(core)
     if not guard.is_ours:
         return call(args, kwargs)
+    guard.refusal = None
     try:
         return _run(core, guard, method, args, kwargs, call)
     except MemsaverError as error:

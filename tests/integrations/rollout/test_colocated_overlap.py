@@ -180,7 +180,7 @@ def test_gradients_that_were_paused_return_before_the_block(known):
 @pytest.mark.parametrize("short", [memsaver.OutOfDeviceMemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "state"])
 def test_an_update_without_room_is_repeated_after_the_pause(known, call, short):
-    known.engine.fail[call] = short("no room")
+    known.engine.fail[call] = short("CUDA out of memory. Tried to allocate 2.00 GiB.")
     state = known.session._state
 
     def weights():

@@ -26,7 +26,7 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_colocated)
         # An update that lacks memory on one rank: all ranks repeat it after the pause.
         for call in ("update_weights", "state"):
             if RANK == 1:
-                engine.fail[call] = torch.OutOfMemoryError("no room")
+                engine.fail[call] = torch.OutOfMemoryError("CUDA out of memory.")
             rollout()
             stages = stages_of(session)
             assert stages.count(Stage.UPDATE) == 2, (call, stages)

@@ -329,13 +329,13 @@ def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):
 
 
 @pytest.mark.usefixtures("waking")
-@pytest.mark.parametrize("server", ["rust", "grpc"])
+@pytest.mark.parametrize("server", ["rust", "smg_grpc_mode", "grpc_mode"])
 def test_a_server_without_a_tokenizer_manager_neither_waits_nor_wakes(engine, server):
     assert state_of(engine)["memsaver"]["when_asleep"] == "wake"
     if server == "rust":
         engine.rust_server = object()
     else:
-        engine.server_args.smg_grpc_mode = True
+        setattr(engine.server_args, server, True)
     assert state_of(engine)["memsaver"]["when_asleep"] == "refuse"
 
 

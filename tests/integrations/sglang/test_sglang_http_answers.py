@@ -191,7 +191,7 @@ async def test_other_requests_and_errors_pass_while_asleep():
 
 
 @pytest.mark.parametrize("when, status", [("refuse", 503), ("wait", 200), ("wake", 200)])
-@pytest.mark.parametrize("path", ["/health", "/health_generate", "/ready"])
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
 async def test_health_reports_a_sleeping_engine_without_generating(policy, when, status, path):
     policy(when)
     server = Server(Manager())

@@ -6,6 +6,7 @@ memsaver: it records each replica's memory and fails on request.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 
@@ -50,12 +51,17 @@ class Replicas:
         monkeypatch.setattr(moves, "are_memsavers", lambda tags: True)
         monkeypatch.setattr(moves, "is_mapped", lambda tags: False)
         monkeypatch.setattr(moves, "paused_bytes", lambda tags: 0)
-        monkeypatch.setattr(moves, "pause", lambda group, tags, *_: self.moved("release", tags))
+        self.policies = []  # of the releases
+        monkeypatch.setattr(moves, "pause", self.pause)
         monkeypatch.setattr(moves, "resume", lambda group, tags, *_: self.moved("resume", tags))
 
     def handle(self, scheduler, original, *message):
         self.handling = scheduler
         return original(*message)
+
+    def pause(self, group, tags, policies=None):
+        self.policies.append(policies)
+        return self.moved("release", tags)
 
     def moved(self, operation, tags):
         fails = (operation, 0) in self.failing
@@ -124,23 +130,77 @@ def test_a_replica_undoes_only_what_it_has_just_done(replicas):
     assert world.released == [set(), {"weights"}]
 
 
-def test_the_error_names_weights_that_the_undo_could_not_restore(replicas):
-    world = replicas(backup=False)
-    world.failing = {("release", 1)}
-    with pytest.raises(OutOfDeviceMemoryError, match="their weights had no backup and are lost"):
+@pytest.mark.parametrize("kind", ["local", "server"])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_weights_that_the_undo_could_not_restore_are_lost(replicas, kind, guilty):
+    world = replicas(kind, backup=False)
+    world.failing = {("release", guilty)}
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
         world.controller.sleep()
-    assert world.released == [set(), set()]
+    if kind == "local":
+        assert "their weights had no backup and are lost" in str(caught.value)
+    assert world.released == [set(), set()] and "weights" in world.controller.lost
 
 
-def test_the_error_tells_that_the_undo_failed(replicas):
-    world = replicas()
+@pytest.mark.parametrize("kind", ["local", "server"])
+def test_a_failed_undo_does_not_hide_the_cause(replicas, kind):
+    world = replicas(kind)
     world.controller.sleep()
     world.failing = {("resume", 1), ("release", 1)}  # the first release is the rollback
-    with pytest.raises(OutOfDeviceMemoryError, match=r"could not undo their resume: .*no room"):
+    with pytest.raises(OutOfDeviceMemoryError, match="resume of") as caught:
         world.controller.wake_up()
+    if kind == "local":
+        assert "could not undo their resume: release of" in str(caught.value)
     assert world.released == [set(), ALL]
     world.controller.wake_up()
     assert world.released == [set(), set()]
+
+
+def test_an_exception_in_the_undo_does_not_hide_the_cause(replicas, monkeypatch):
+    world = replicas()
+    world.failing = {("release", 1)}
+
+    def broken(manager):
+        raise ZeroDivisionError("a broken connection")
+
+    monkeypatch.setattr(
+        type(world.manager), "resume_memory_occupation_communicator", property(broken)
+    )
+    with pytest.raises(OutOfDeviceMemoryError, match=r"could not undo .*: a broken connection"):
+        world.controller.sleep()
+
+
+def test_memory_that_was_resumed_without_contents_is_not_saved_by_the_undo(replicas):
+    world = replicas()
+    world.controller.sleep()
+    world.failing = {("resume", 1)}
+    with pytest.raises(OutOfDeviceMemoryError):
+        world.controller.wake_up(keep_weights=False)
+    assert world.released == [ALL, ALL]
+    assert world.policies[-2:] == [{"weights": "none"}] * 2  # the rollback's and the undo's
+
+
+@pytest.mark.parametrize("operation", ["release", "resume"])
+def test_a_cancelled_call_is_undone_too(replicas, operation):
+    world = replicas()
+    if operation == "resume":
+        world.controller.sleep()
+    before = world.released
+    world.failing = {(operation, 1)}
+    world.manager.slow = {1: 0.3}
+    from sglang.srt.managers import io_struct
+
+    kind = {"release": "Release", "resume": "Resume"}[operation]
+    request = getattr(io_struct, f"{kind}MemoryOccupationReqInput")()
+
+    async def cancelled():
+        call = getattr(world.manager, f"{operation}_memory_occupation")(request)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(call, 0.15)
+        await asyncio.sleep(1.5)
+
+    world.manager.engine.loop.run_until_complete(cancelled())
+    assert world.released == before
 
 
 @pytest.mark.parametrize("kind", ["local", "server"])
