@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from memsaver.distributed.messages import JSON
 
 from .messages import Failure, RankReport
 
-__all__ = ["Figures", "Group", "first_failure", "lost_tags"]
+__all__ = ["Figures", "Group", "first_failure"]
 
 
 @dataclass(frozen=True)
@@ -161,16 +161,3 @@ def _report(place: int, outcome: Outcome[dict[str, Any] | None]) -> RankReport:
 def first_failure(ranks: Sequence[RankReport]) -> RankReport | None:
     """Return the report of the first rank that failed, or None."""
     return next((rank for rank in ranks if rank.failure is not None), None)
-
-
-def lost_tags(undone: Iterable[RankReport]) -> set[str]:
-    """Return the tags whose contents were lost by a release that a resume has undone.
-
-    For these tags, the resume mapped more bytes than it copied back.
-    """
-    return {
-        tag
-        for rank in undone
-        for tag, taken in rank.device_bytes.items()
-        if taken > rank.copied_bytes.get(tag, 0)
-    }

@@ -47,10 +47,13 @@ __all__ = [
     "memory_tags",
     "release_states",
     "sent",
+    "states_from",
     "without_backup",
 ]
 
-_ATTRIBUTE = "_memsaver_admission"  # an attribute of a tokenizer manager
+# Attributes of a tokenizer manager.
+_ATTRIBUTE = "_memsaver_admission"
+_SCHEDULERS = "_memsaver_schedulers"
 _WEIGHTS = frozenset({WEIGHTS})
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -68,7 +71,15 @@ def _made(manager: Any) -> Admission | None:
     arguments = manager.server_args
     if not getattr(arguments, "enable_memory_saver", False):
         return None
-    return Admission(settings.policy_of(manager), _Schedulers(manager), without_backup(manager))
+    schedulers = _Schedulers(manager)
+    setattr(manager, _SCHEDULERS, schedulers)
+    return Admission(settings.policy_of(manager), schedulers, without_backup(manager))
+
+
+async def states_from(manager: Any) -> list[SchedulerState]:
+    """Query the schedulers of a manager with an `Admission`; return [] if the query fails."""
+    schedulers: _Schedulers = getattr(manager, _SCHEDULERS)
+    return await schedulers.query.answer() or []
 
 
 def without_backup(manager: Any, release: Any = None) -> frozenset[str]:
@@ -84,13 +95,13 @@ class _Schedulers:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         # After a cancelled query, SGLang 0.5.12 waits indefinitely in all later queries.
-        self._query = SharedQuery(self._states, _logger)
+        self.query = SharedQuery(self._states, _logger)
 
     async def _states(self) -> list[SchedulerState]:
         return states_of(await self._manager.get_internal_state())
 
     async def released(self) -> frozenset[str] | None:
-        states = await self._query.answer()
+        states = await self.query.answer()
         if not states:
             return None
         if (admission := admission_of(self._manager)) is not None:

@@ -45,12 +45,13 @@ from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from ..engine import moves
 from ..engine.answers import last_answer, name_of
 from ..engine.messages import RankReport, SchedulerState
-from ..engine.ranks import Figures, Group, first_failure, lost_tags
+from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, guard, handlers, leftovers, lost_weights, pipeline, unguarded
 from .answering import Answering, run_unexpected
 from .places import LOCAL_CONTROL, effective_arguments, group_of, has_local_control, place_of
 from .protocol import IDLE, REWRITTEN, UNDO, UNDO_REWRITTEN
+from .rollbacks import lost_tags, troubles, what_is_left
 from .undoing import to_undo
 from .updaters import resume_of, scheduler_of, updater_of
 
@@ -169,7 +170,9 @@ def _release(
         if _discards_weights(updater, request, changed):
             lost_weights.lose(updater)
         ranks = leftovers.after_release(updater, group, ranks)
-        return answer.done(changed, ranks, held=answer.held - set(asked))
+        is_undo = _rid(request) == UNDO_REWRITTEN
+        lost = set(changed).intersection(_rewritten(request)) if is_undo else set()
+        return answer.done(changed, ranks, held=answer.held - set(asked), lost=lost)
     if not tags:
         return answer.failed(
             asked, ranks, "they count as released, but some ranks still have their memory"
@@ -184,14 +187,14 @@ def _release(
             lost_weights.lose(updater)
         then = (
             "memory that other ranks had released could not be mapped again, so the tags count as "
-            f"released: resume them; {_troubles(undone)}"
+            f"released: resume them; {troubles(undone)}"
         )
         return answer.failed(tags, ranks, then, held=answer.held | set(tags))
     _restore(updater, request, tags)
-    lost = lost_tags(undone)
+    lost = lost_tags(undone, _discards_weights(updater, request, tags))
     if WEIGHTS in lost:
         lost_weights.end_update(updater)
-    return answer.failed(tags, ranks, _what_is_left(lost), lost=lost)
+    return answer.failed(tags, ranks, what_is_left(lost), lost=lost)
 
 
 def _check_release(updater: Any) -> None:
@@ -263,10 +266,12 @@ def _resume(
     tags = [tag for tag in asked if tag in updater.offload_tags]
     if not tags:
         return answer.done([], [])
+    were_lost = WEIGHTS in tags and lost_weights.are_lost(scheduler_of(updater))
     if not moves.are_memsavers(RESUME_ORDER):
         original(updater, handlers.request_for(request, tags))
         lost_weights.resumed(updater, without_contents=False)
-        return answer.done(tags, group.attempt(Figures))
+        lost = {WEIGHTS} if were_lost and _rid(request) == UNDO else set()
+        return answer.done(tags, group.attempt(Figures), lost=lost)
 
     stash = handlers.stash_of(updater)
     rewritten = [tag for tag in _rewritten(request) if tag in tags]
@@ -283,8 +288,8 @@ def _resume(
     if not first_failure(failed):
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
+        lost = lost_tags(ranks, were_lost) if _rid(request) == UNDO else set()
         lost_weights.resumed(updater, without_contents=WEIGHTS in rewritten)
-        lost = lost_tags(ranks) if _rid(request) == UNDO else ()
         return answer.done(tags, ranks, held=answer.held - set(tags), lost=lost)
     # Memory that was resumed without its contents must not be backed up.
     if rewritten:
@@ -297,7 +302,7 @@ def _resume(
         # A rank that cannot release the memory again stays mapped, which the next call accepts.
         then = (
             "they count as released, and ranks that had mapped memory could not release it: "
-            f"{_troubles(again)}; release or resume them again"
+            f"{troubles(again)}; release or resume them again"
         )
         return answer.failed(tags, failed, then, held=answer.held | set(tags), lost=rewritten)
     leftovers.after_release(updater, group, again)
@@ -373,20 +378,3 @@ def _record_moved(updater: Any, ranks: Sequence[RankReport]) -> None:
 
 def _is_moved(tag: str, ranks: Sequence[RankReport]) -> bool:
     return any(rank.device_bytes.get(tag, 0) for rank in ranks)
-
-
-def _troubles(ranks: Sequence[RankReport]) -> str:
-    return "; ".join(
-        f"rank {rank.rank} ({rank.host}): {rank.failure.message}"
-        for rank in ranks
-        if rank.failure is not None
-    )
-
-
-def _what_is_left(lost: Collection[str]) -> str:
-    if not lost:
-        return "every rank has its memory, with its contents"
-    return (
-        f"every rank has its memory; contents of {', '.join(sorted(lost))} without a backup are "
-        "lost on some ranks"
-    )

@@ -2,8 +2,8 @@
 
 The tokenizer manager, which receives the answers of all replicas, checks before a release that all
 replicas are idle. After a failure, it sends the opposite request with UNDO as its `rid`. Each
-replica then undoes its own last release or resume, unless that one failed or changed nothing. See
-also `..engine.undoing`.
+replica then undoes its own last release or resume, unless that one failed or changed nothing. An
+undone release restores contents that have a backup.
 
 A replica cannot undo a resume if a generation that was paused before the release has continued.
 """
@@ -15,10 +15,10 @@ from typing import Any
 
 from ..engine.answers import last_answer
 from ..engine.errors import EngineBusyError
-from ..engine.messages import Answer
-from ..engine.undoing import changed_tags, description
+from ..engine.messages import Answer, SchedulerState, error_of
+from ..engine.tags import RELEASE_ORDER, WEIGHTS
 from .places import effective_arguments, replicas_in
-from .protocol import REWRITTEN, UNDO, UNDO_REWRITTEN, answers_of, states_of
+from .protocol import REWRITTEN, UNDO, UNDO_REWRITTEN, answers_of
 
 __all__ = ["busy_replica", "has_replicas", "to_undo", "undo"]
 
@@ -28,16 +28,8 @@ def has_replicas(manager: Any) -> bool:
     return replicas_in(effective_arguments(manager)) > 1
 
 
-async def busy_replica(manager: Any, tags: Collection[str]) -> EngineBusyError | None:
-    """Return an error if some replicas would refuse to release tags because they are busy.
-
-    Args:
-        manager: the tokenizer manager.
-        tags: the tags to release.
-    """
-    if not has_replicas(manager):
-        return None
-    states = states_of(await manager.get_internal_state())
+def busy_replica(states: Sequence[SchedulerState], tags: Collection[str]) -> EngineBusyError | None:
+    """Return an error if some replicas would refuse to release tags because they are busy."""
     if all(state.idle or set(tags) <= set(state.released) for state in states):
         return None
     return EngineBusyError(
@@ -60,7 +52,8 @@ async def undo(
     Returns:
         The replicas' current answers, and the end of the error's message.
     """
-    tags = changed_tags(answers)
+    changed = {tag for one in answers if one.failure is None for tag in one.tags}
+    tags = [tag for tag in RELEASE_ORDER if tag in changed]
     if not tags:
         return answers, ""
     try:
@@ -83,7 +76,13 @@ async def undo(
         return answers, f"; other replicas could not undo their {operation}: {error}"
     before = {one.scheduler: one.number for one in answers}
     undone = [one for one in now if one.number > before.get(one.scheduler, 0)]
-    return now, description(operation, undone)
+    failed = error_of(undone)
+    if failed is not None:
+        return now, f"; other replicas could not undo their {operation}: {failed}"
+    text = f"; other replicas have undone their {operation}"
+    if any(WEIGHTS in one.lost for one in undone):
+        text += ", but the contents of their weights are lost"
+    return now, text
 
 
 def to_undo(scheduler: Any, operation: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ plugin, a release is vLLM's sleep, which releases the weights and the KV cache t
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ from ..engine.fields import Fields
 from ..engine.interface import PauseMode, Request, Sample
 from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
-from ..engine.undoing import changed_tags, description
 from .protocol import INFO, RELEASE, RESUME, STATE
 
 __all__ = ["Link", "without_sleep_mode"]
@@ -50,11 +50,14 @@ class Link(abc.ABC):
         if self.has_plugin(timeout):
             deadline = time.monotonic() + timeout
             arguments = [list(tags), self.level, *_kept(keep_weights)]
-            answers = self._change(RELEASE, arguments, timeout)
-            # As vLLM's own sleep does, because the front end must drop the inputs that the engine
-            # core drops.
-            self.call("reset_mm_cache", {}, seconds_until(deadline, _LEAST_SECONDS))
-            return answers
+            try:
+                return self._change(RELEASE, arguments, timeout)
+            finally:
+                # As vLLM's own sleep does, because the front end must drop the inputs that the
+                # engine core drops, even if the sleep then fails.
+                left = seconds_until(deadline, _LEAST_SECONDS)
+                with contextlib.suppress(EngineError):  # an error of the sleep matters more
+                    self.call("reset_mm_cache", {}, left)
         if not {WEIGHTS, KV_CACHE} <= set(tags):
             raise ConfigError(
                 f"without memsaver's plugin, vLLM cannot release {', '.join(tags)} alone: release "
@@ -80,31 +83,11 @@ class Link(abc.ABC):
         return []
 
     def _change(self, method: str, arguments: list[Any], timeout: float) -> list[Answer]:
-        deadline = time.monotonic() + timeout
-        answers = self._answers(method, arguments, timeout)
+        answers = [Answer.from_fields(row) for row in self.rpc(method, arguments, timeout)]
         failed = error_of(answers)
         if failed is not None:
-            left = seconds_until(deadline, _LEAST_SECONDS)
-            failed.message += self._undo(method, changed_tags(answers), left)
             raise failed
         return answers
-
-    def _undo(self, method: str, tags: list[str], timeout: float) -> str:
-        """Undo a release or a resume on the data-parallel engine cores where it succeeded.
-
-        On the other cores, the opposite call finds the tags in the state that it requests.
-
-        Returns:
-            The end of the error's message.
-        """
-        if not tags:
-            return ""
-        if method == RELEASE:
-            return description("release", self._answers(RESUME, [tags], timeout))
-        return description("resume", self._answers(RELEASE, [tags, self.level], timeout))
-
-    def _answers(self, method: str, arguments: list[Any], timeout: float) -> list[Answer]:
-        return [Answer.from_fields(row) for row in self.rpc(method, arguments, timeout)]
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""

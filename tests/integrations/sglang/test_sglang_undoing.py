@@ -17,7 +17,7 @@ from memsaver import OutOfDeviceMemoryError
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineAsleepError, EngineBusyError
 from memsaver.integrations.engine.messages import Failure, RankReport
-from memsaver.integrations.sglang import admissions
+from memsaver.integrations.sglang import admissions, tokenizer
 from memsaver.integrations.sglang.sleep import SleepController
 
 ALL = {"kv_cache", "weights", "cuda_graph"}
@@ -47,6 +47,7 @@ class Replicas:
         self.paused = {}  # the tags without memory, by scheduler
         for scheduler in self.manager.schedulers:
             self.paused[scheduler] = set()
+            scheduler.server_args.enable_weights_cpu_backup = backup
             scheduler.handle = functools.partial(self.handle, scheduler, scheduler.handle)
         monkeypatch.setattr(moves, "are_memsavers", lambda tags: True)
         monkeypatch.setattr(moves, "is_mapped", lambda tags: False)
@@ -138,7 +139,7 @@ def test_weights_that_the_undo_could_not_restore_are_lost(replicas, kind, guilty
     with pytest.raises(OutOfDeviceMemoryError) as caught:
         world.controller.sleep()
     if kind == "local":
-        assert "their weights had no backup and are lost" in str(caught.value)
+        assert str(caught.value).endswith("but the contents of their weights are lost")
     assert world.released == [set(), set()] and "weights" in world.controller.lost
 
 
@@ -178,6 +179,7 @@ def test_memory_that_was_resumed_without_contents_is_not_saved_by_the_undo(repli
         world.controller.wake_up(keep_weights=False)
     assert world.released == [ALL, ALL]
     assert world.policies[-2:] == [{"weights": "none"}] * 2  # the rollback's and the undo's
+    assert "weights" in world.controller.lost
 
 
 @pytest.mark.parametrize("operation", ["release", "resume"])
@@ -188,15 +190,10 @@ def test_a_cancelled_call_is_undone_too(replicas, operation):
     before = world.released
     world.failing = {(operation, 1)}
     world.manager.slow = {1: 0.3}
-    from sglang.srt.managers import io_struct
-
-    kind = {"release": "Release", "resume": "Resume"}[operation]
-    request = getattr(io_struct, f"{kind}MemoryOccupationReqInput")()
 
     async def cancelled():
-        call = getattr(world.manager, f"{operation}_memory_occupation")(request)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(call, 0.15)
+            await asyncio.wait_for(requested(world, operation), 0.15)
         await asyncio.sleep(1.5)
 
     world.manager.engine.loop.run_until_complete(cancelled())
@@ -242,3 +239,49 @@ def test_a_request_that_cannot_wake_all_replicas_wakes_none(replicas):
     world.failing = set()
     run(ask())
     assert world.released == [{"cuda_graph"}] * 2  # the graphs' memory is not pausable here
+
+
+def requested(world, operation):
+    """Return a call that releases or resumes all memory, as a coroutine."""
+    from sglang.srt.managers import io_struct
+
+    kind = {"release": "Release", "resume": "Resume"}[operation]
+    request = getattr(io_struct, f"{kind}MemoryOccupationReqInput")()
+    return getattr(world.manager, f"{operation}_memory_occupation")(request)
+
+
+def test_a_call_that_was_cancelled_before_it_was_sent_does_nothing(replicas):
+    world = replicas()
+    changing = admissions.admission_of(world.manager).changing
+
+    async def cancelled():
+        async with changing:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(requested(world, "release"), 0.1)
+        await asyncio.sleep(0.3)
+        assert not changing.locked()
+
+    world.manager.engine.loop.run_until_complete(cancelled())
+    assert world.released == [set(), set()]
+
+
+def test_a_replica_that_does_not_answer_delays_later_calls_for_a_limited_time(
+    replicas, monkeypatch
+):
+    world = replicas()
+    monkeypatch.setattr(tokenizer, "_GRACE_SECONDS", 0.2)
+    never = asyncio.Event()
+
+    async def unanswered(manager, obj):
+        await never.wait()
+
+    kind = type(world.manager)
+    monkeypatch.setattr(kind, "release_memory_occupation_communicator", unanswered)
+
+    async def calls():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(requested(world, "release"), 0.1)
+        await asyncio.wait_for(requested(world, "resume"), 5)
+        assert admissions.admission_of(world.manager).released == frozenset()
+
+    world.manager.engine.loop.run_until_complete(calls())

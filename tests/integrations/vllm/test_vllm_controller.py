@@ -346,6 +346,17 @@ refused(ConfigError, backend.control.sleep, timeout=0)
 """)
 
 
+def test_a_failed_sleep_drops_the_front_ends_inputs_too(run):
+    """The engine core drops its inputs before the memory is released."""
+    run("""
+calls, call = [], backend.link.call
+backend.link.call = lambda name, *arguments: (calls.append(name), call(name, *arguments))[1]
+rpc(vllm_calls.break_next, "suspend")
+refused(Exception, backend.control.sleep)
+assert "reset_mm_cache" in calls
+""")
+
+
 @pytest.mark.parametrize("tags", [["kv_cache", "weights", "cuda_graph"], ["weights"]])
 def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_core, tags):
     run_core(
