@@ -51,13 +51,13 @@ class Link(abc.ABC):
             deadline = time.monotonic() + timeout
             arguments = [list(tags), self.level, *_kept(keep_weights)]
             try:
-                return self._change(RELEASE, arguments, timeout)
-            finally:
-                # As vLLM's own sleep does, because the front end must drop the inputs that the
-                # engine core drops, even if the sleep then fails.
-                left = seconds_until(deadline, _LEAST_SECONDS)
-                with contextlib.suppress(EngineError):  # an error of the sleep matters more
-                    self.call("reset_mm_cache", {}, left)
+                answers = self._change(RELEASE, arguments, timeout)
+            except Exception:
+                with contextlib.suppress(EngineError):
+                    self._drop_inputs(deadline)
+                raise
+            self._drop_inputs(deadline)
+            return answers
         if not {WEIGHTS, KV_CACHE} <= set(tags):
             raise ConfigError(
                 f"without memsaver's plugin, vLLM cannot release {', '.join(tags)} alone: release "
@@ -81,6 +81,13 @@ class Link(abc.ABC):
         if wanted:
             self.call("wake_up", {"tags": wanted}, timeout)
         return []
+
+    def _drop_inputs(self, deadline: float) -> None:
+        """Make the front end drop the inputs that the engine core drops, as vLLM's own sleep does.
+
+        The engine core drops them even if the sleep then fails.
+        """
+        self.call("reset_mm_cache", {}, seconds_until(deadline, _LEAST_SECONDS))
 
     def _change(self, method: str, arguments: list[Any], timeout: float) -> list[Answer]:
         answers = [Answer.from_fields(row) for row in self.rpc(method, arguments, timeout)]
