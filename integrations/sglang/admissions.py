@@ -35,7 +35,7 @@ from ..engine.refusals import asleep_in, refused
 from ..engine.shared_query import SharedQuery
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings, undoing
-from .protocol import REWRITTEN, answers_of, is_health_check, states_of
+from .protocol import REWRITTEN, TOUCH, answers_of, is_health_check, states_of
 
 __all__ = [
     "abort",
@@ -78,8 +78,12 @@ def _made(manager: Any) -> Admission | None:
 
 async def states_from(manager: Any) -> list[SchedulerState]:
     """Query the schedulers of a manager with an `Admission`; return [] if the query fails."""
-    schedulers: _Schedulers = getattr(manager, _SCHEDULERS)
-    return await schedulers.query.answer() or []
+    return await _schedulers_of(manager).query.answer() or []
+
+
+def _schedulers_of(manager: Any) -> _Schedulers:
+    found: _Schedulers = getattr(manager, _SCHEDULERS)
+    return found
 
 
 def without_backup(manager: Any, release: Any = None) -> frozenset[str]:
@@ -96,9 +100,26 @@ class _Schedulers:
         self._manager = manager
         # After a cancelled query, SGLang 0.5.12 waits indefinitely in all later queries.
         self.query = SharedQuery(self._states, _logger)
+        self._touch = SharedQuery(self._restart_idle_time, _logger)
 
     async def _states(self) -> list[SchedulerState]:
         return states_of(await self._manager.get_internal_state())
+
+    async def _restart_idle_time(self) -> None:
+        from sglang.srt.managers.io_struct import GetInternalStateReq
+
+        request = GetInternalStateReq()
+        request.rid = TOUCH
+        self._manager.auto_create_handle_loop()
+        await self._manager.get_internal_state_communicator(request)
+
+    async def stay_awake(self) -> None:
+        """Restart the idle time of all replicas, so that none falls asleep before the next request.
+
+        Without this call, a replica could fall asleep between the query of its state and a request
+        that all replicas must process together, such as a broadcast of weights.
+        """
+        await self._touch.answer()
 
     async def released(self) -> frozenset[str] | None:
         states = await self.query.answer()
@@ -160,6 +181,8 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
         admission = admission_of(manager)
         if admission is None:
             return await original(manager, *args)
+        if admission.policy.sleep_after and undoing.has_replicas(manager):
+            await _schedulers_of(manager).stay_awake()
         return await admitted.call(
             admission,
             EVERYTHING if _captures(args) else _WEIGHTS,

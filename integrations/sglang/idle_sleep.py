@@ -20,7 +20,7 @@ from ..engine.idle import IdleTimer
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import settings
 from .places import LOCAL_CONTROL, effective_arguments, has_local_control, parallel_of
-from .protocol import IDLE, is_health_check
+from .protocol import IDLE, TOUCH, is_health_check
 from .updaters import updater_of
 
 __all__ = ["IdleRelease", "IdleSleep", "install", "remove", "with_handler"]
@@ -154,6 +154,8 @@ def with_handler(scheduler: Any, dispatcher: Any) -> Any:
 
 
 def _is_monitoring(request: Any) -> bool:
+    if getattr(request, "rid", None) == TOUCH:
+        return False
     return is_health_check(request) or type(request).__name__ in _QUERIES
 
 

@@ -42,6 +42,11 @@ class EmbeddingReqInput(GenerateReqInput):
     pass
 
 
+@dataclass
+class GetInternalStateReq:
+    rid: str | None = None
+
+
 @contextlib.contextmanager
 def modules():
     """Install fake FastAPI and SGLang modules for the block."""
@@ -49,6 +54,7 @@ def modules():
     fastapi.HTTPException = HTTPException
     messages = types.ModuleType("sglang.srt.managers.io_struct")
     for kind in (
+        GetInternalStateReq,
         ReleaseMemoryOccupationReqOutput,
         ResumeMemoryOccupationReqInput,
         ResumeMemoryOccupationReqOutput,
@@ -81,11 +87,15 @@ class Manager:
         self.failure: Failure | None = None
         self.between = lambda: None  # called between the admission and the scheduler
         self.sent: list[object] = []
+        self.asked: list[str | None] = []  # the names of queries through the communicator
         self.aborted: list[str] = []
         self.number = 0
 
     def auto_create_handle_loop(self) -> None:
         pass
+
+    async def get_internal_state_communicator(self, obj):
+        self.asked.append(obj.rid)
 
     async def get_internal_state(self):
         state = SchedulerState("s", tuple(self.tags), True, lost=tuple(self.lost))

@@ -25,7 +25,7 @@ from memsaver.integrations.engine import admission, shared_query
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
 from memsaver.integrations.sglang import admissions, hooks, unknown_requests
-from memsaver.integrations.sglang.protocol import REWRITTEN
+from memsaver.integrations.sglang.protocol import REWRITTEN, TOUCH
 
 pytestmark = pytest.mark.usefixtures("manager_modules")
 
@@ -220,6 +220,17 @@ async def test_weights_are_read_after_a_wake_up_from_the_engines_own_release(pol
 
     hook = admissions.call("read its weights")
     assert await hook(get_weights_by_name, manager, "a.weight") == [0.5]
+
+
+@pytest.mark.parametrize(("seconds", "replicas", "touches"), [(5, 2, 1), (5, 1, 0), (0, 2, 0)])
+async def test_no_replica_falls_asleep_between_the_query_and_an_update(
+    policy, monkeypatch, seconds, replicas, touches
+):
+    policy("wake")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", str(seconds))
+    manager = Manager(dp_size=replicas)
+    assert (await update(manager))[0]
+    assert manager.asked == [TOUCH] * touches
 
 
 async def test_a_wake_up_without_memory_is_the_requests_error(policy):

@@ -12,6 +12,7 @@ from scheduler_calls import ask, states
 from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.guard import Guard
 from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
+from memsaver.integrations.sglang.protocol import TOUCH
 from memsaver.integrations.sglang.unguarded import FAILED
 
 GENERATION = messages.TokenizedGenerateReqInput("a")
@@ -86,6 +87,13 @@ def test_monitoring_does_not_restart_the_idle_time(clock, scheduler, idle):
         scheduler.end("HEALTH_CHECK_1")
         found += advance(clock, idle, 1)
     assert len(found) == 1
+
+
+def test_a_query_before_an_update_restarts_the_idle_time(clock, idle):
+    query = messages.GetInternalStateReq()
+    query.rid = TOUCH
+    for _ in range(4):
+        assert advance(clock, idle, 4, [query]) == []
 
 
 @pytest.mark.parametrize(
