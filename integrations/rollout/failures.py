@@ -18,11 +18,7 @@ __all__ = ["SerializedError", "error_of", "is_shortage", "noting"]
 
 def is_shortage(error: BaseException) -> bool:
     """Return whether an error of memsaver or of torch reports a shortage of device memory."""
-    return isinstance(error, OutOfDeviceMemoryError) or _is_shortage(Failure.of(error))
-
-
-def _is_shortage(failure: Failure) -> bool:
-    return kind_of(failure) is OutOfDeviceMemoryError
+    return kind_of(Failure.of(error)) is OutOfDeviceMemoryError
 
 
 @contextlib.contextmanager
@@ -106,6 +102,8 @@ def error_of(what: str, errors: Sequence[SerializedError], size: int) -> Memsave
 
 
 def _known(one: SerializedError) -> MemsaverError | None:
-    if one.error is None and _is_shortage(Failure(one.failure.kind, one.failure.message)):
-        return OutOfDeviceMemoryError(one.failure.message)
-    return one.error
+    """Return the rank's error as an error of memsaver, or None."""
+    if one.error is not None:
+        return one.error
+    kind = kind_of(Failure(one.failure.kind, one.failure.message))
+    return kind(one.failure.message) if kind is OutOfDeviceMemoryError else None

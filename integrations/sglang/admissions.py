@@ -35,6 +35,7 @@ from ..engine.refusals import asleep_in, refused
 from ..engine.shared_query import SharedQuery
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings, undoing
+from .places import has_replicas
 from .protocol import REWRITTEN, TOUCH, answers_of, is_health_check, states_of
 
 __all__ = [
@@ -181,7 +182,7 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
         admission = admission_of(manager)
         if admission is None:
             return await original(manager, *args)
-        if admission.policy.sleep_after and undoing.has_replicas(manager):
+        if admission.policy.sleep_after and has_replicas(manager):
             await _schedulers_of(manager).stay_awake()
         return await admitted.call(
             admission,

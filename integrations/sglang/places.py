@@ -24,6 +24,7 @@ __all__ = [
     "group_of",
     "has_local_control",
     "has_parallel_attention",
+    "has_replicas",
     "holds_model",
     "parallel_of",
     "place_of",
@@ -169,6 +170,11 @@ def replicas_in(arguments: Any) -> int:
     With data-parallel attention, the replicas use the ranks of the tensor-parallel group.
     """
     return 1 if getattr(arguments, "enable_dp_attention", False) else ranks_in(arguments, "dp_size")
+
+
+def has_replicas(manager: Any) -> bool:
+    """Return whether a tokenizer manager's engine has several replicas with their own ranks."""
+    return replicas_in(effective_arguments(manager)) > 1
 
 
 def parallel_of(scheduler: Any) -> Any:

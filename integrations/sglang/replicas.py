@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .places import effective_arguments, replicas_in
+from .places import has_replicas
 
 __all__ = ["join", "update"]
 
@@ -58,7 +58,7 @@ def _to_all(send: Callable[[Any, Any], Awaitable[Any]]) -> Callable[..., Awaitab
     async def hook(
         original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
     ) -> Any:
-        if replicas_in(effective_arguments(manager)) == 1:
+        if not has_replicas(manager):
             return await original(manager, obj, *rest)
         manager.auto_create_handle_loop()
         return await send(manager, obj)

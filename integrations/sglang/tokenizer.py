@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import Awaitable, Collection, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from ..engine.shared_query import retrieve
 from ..engine.tags import WEIGHTS
 from . import handlers, undoing
 from .admissions import admission_of, memory_tags, sent, states_from, without_backup
+from .places import has_replicas
 from .protocol import FORGIVING, IDLE, REWRITTEN, STRICT, UNDO, UNDO_REWRITTEN
 
 __all__ = ["request_release", "request_resume"]
@@ -60,61 +60,68 @@ async def _change(manager: Any, operation: str, communicator: Any, obj: Any) -> 
     """
     admission = admission_of(manager)
     if admission is None:
-        return _checked(operation, *await sent(manager, operation, communicator, obj))
-    async with contextlib.AsyncExitStack() as lock:
-        await lock.enter_async_context(admission.changing)
-        tags = memory_tags(_asked(obj))
-        if not undoing.has_replicas(manager):
-            work = _sent(manager, admission, operation, communicator, obj)
-            return _checked(operation, *await work)
-        if operation == "release":
-            busy = undoing.busy_replica(await states_from(manager), tags)
-            if busy is not None:
-                return _checked(operation, (), busy)
-        task = asyncio.ensure_future(
-            _whole(lock.pop_all(), _sent(manager, admission, operation, communicator, obj))
-        )
-    task.add_done_callback(retrieve)
-    try:
-        answers, error = await asyncio.shield(task)
-    except asyncio.CancelledError:
-        asyncio.get_running_loop().call_later(_GRACE_SECONDS, task.cancel)
-        task.add_done_callback(functools.partial(_log_result, operation))
-        raise
-    return _checked(operation, answers, error)
-
-
-def _checked(
-    operation: str, answers: Sequence[Answer], error: MemsaverError | None
-) -> Sequence[Answer]:
+        answers, error = _logged(operation, await sent(manager, operation, communicator, obj))
+    else:
+        async with contextlib.AsyncExitStack() as lock:
+            await lock.enter_async_context(admission.changing)
+            tags = memory_tags(_asked(obj))
+            separate = has_replicas(manager)
+            if separate and operation == "release":
+                busy = undoing.busy_replica(await states_from(manager), tags)
+                if busy is not None:
+                    _logged(operation, ((), busy))
+                    raise busy
+            work = _sent(manager, admission, operation, communicator, obj, tags)
+            if separate:  # the task owns the lock from now on
+                work = _completed(operation, lock.pop_all(), work)
+            answers, error = await work
     if error is not None:
-        _logger.warning("a %s of memory failed: %s", operation, str(error))
         raise error
     return answers
 
 
-def _log_result(operation: str, task: asyncio.Future[_Result]) -> None:
-    """Log the failure of a request whose caller was cancelled."""
-    if task.cancelled():
-        _logger.warning("a %s of memory was not answered by all replicas", operation)
-    elif task.exception() is None and task.result()[1] is not None:
-        _logger.warning("a %s of memory failed: %s", operation, task.result()[1])
+def _logged(operation: str, result: _Result) -> _Result:
+    """Return a result; if it contains an error, log the error."""
+    if result[1] is not None:
+        _logger.warning("a %s of memory failed: %s", operation, str(result[1]))
+    return result
 
 
-async def _whole(lock: contextlib.AsyncExitStack, work: Awaitable[_Result]) -> _Result:
-    async with lock:
-        return await work
+async def _completed(
+    operation: str, lock: contextlib.AsyncExitStack, work: Awaitable[_Result]
+) -> _Result:
+    """Run work that owns a lock, for a limited time even after the caller was cancelled."""
+
+    async def whole() -> _Result:
+        async with lock:
+            try:
+                return await work
+            except asyncio.CancelledError:
+                _logger.warning("a %s of memory was not answered by all replicas", operation)
+                raise
+
+    task = asyncio.ensure_future(whole())
+    task.add_done_callback(retrieve)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        asyncio.get_running_loop().call_later(_GRACE_SECONDS, task.cancel)
+        raise
 
 
 async def _sent(
-    manager: Any, admission: Admission, operation: str, communicator: Any, obj: Any
+    manager: Any,
+    admission: Admission,
+    operation: str,
+    communicator: Any,
+    obj: Any,
+    tags: frozenset[str],
 ) -> _Result:
     """Send a request, and record what is then released. The caller owns `admission.changing`."""
-    tags = memory_tags(_asked(obj))
     if operation == "release" and tags - admission.released >= _WEIGHTS:
         admission.without_backup = without_backup(manager, obj)
     try:
-        answers, error = await sent(manager, operation, communicator, obj)
+        answers, error = _logged(operation, await sent(manager, operation, communicator, obj))
     except BaseException:
         # Even if the caller was cancelled, the schedulers may have received the request.
         if operation == "release":

@@ -17,15 +17,9 @@ from ..engine.answers import last_answer
 from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.tags import RELEASE_ORDER, WEIGHTS
-from .places import effective_arguments, replicas_in
 from .protocol import REWRITTEN, UNDO, UNDO_REWRITTEN, answers_of
 
-__all__ = ["busy_replica", "has_replicas", "to_undo", "undo"]
-
-
-def has_replicas(manager: Any) -> bool:
-    """Return whether a tokenizer manager's engine has several replicas with their own ranks."""
-    return replicas_in(effective_arguments(manager)) > 1
+__all__ = ["busy_replica", "to_undo", "undo"]
 
 
 def busy_replica(states: Sequence[SchedulerState], tags: Collection[str]) -> EngineBusyError | None:

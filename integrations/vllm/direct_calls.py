@@ -9,7 +9,8 @@ such call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -52,45 +53,41 @@ def run(
     guard = guard_of(core)
     if not guard.is_ours:
         return call(args, kwargs)
+    with _recorded(guard):
+        if method == "wake_up":
+            result = call(*_with_list(args, kwargs))
+            _record(core)
+            guard.woken()
+            return result
+        if method == "discard":
+            level, (args, kwargs) = 2, _with_list(args, kwargs)
+            _check_discarded(_argument(args, kwargs, "tags"))
+        else:
+            level = _argument(args, kwargs, "level", 1)
+            _check_level(level)
+            if WEIGHTS in guard.released:  # at level 2, vLLM's worker reads the buffers among them
+                args, kwargs = _replaced(args, kwargs, "level", 1)
+        check_idle(core, queued=False)  # a step that is still queued runs before this call
+        results = []
+
+        def release() -> None:
+            results.append(call(args, kwargs))
+            _record(core)
+            core.reset_prefix_cache()
+
+        guard.sleep(release, level)
+        return results[0]
+
+
+@contextlib.contextmanager
+def _recorded(guard: Guard) -> Iterator[None]:
+    """Record the error of memsaver that the block raises."""
     guard.refusal = None
     try:
-        return _run(core, guard, method, args, kwargs, call)
+        yield
     except MemsaverError as error:
         guard.refusal = asdict(Failure.of(error))
         raise
-
-
-def _run(
-    core: Any,
-    guard: Guard,
-    method: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
-) -> Any:
-    if method == "wake_up":
-        result = call(*_with_list(args, kwargs))
-        _record(core)
-        guard.woken()
-        return result
-    if method == "discard":
-        level, (args, kwargs) = 2, _with_list(args, kwargs)
-        _check_discarded(_argument(args, kwargs, "tags"))
-    else:
-        level = _argument(args, kwargs, "level", 1)
-        _check_level(level)
-        if WEIGHTS in guard.released:  # at level 2, vLLM's worker reads the buffers among them
-            args, kwargs = _replaced(args, kwargs, "level", 1)
-    check_idle(core, queued=False)  # a step that is still queued runs before this call
-    results = []
-
-    def release() -> None:
-        results.append(call(args, kwargs))
-        _record(core)
-        core.reset_prefix_cache()
-
-    guard.sleep(release, level)
-    return results[0]
 
 
 def _argument(

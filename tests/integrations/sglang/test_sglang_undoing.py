@@ -200,26 +200,13 @@ def test_a_cancelled_call_is_undone_too(replicas, operation):
     assert world.released == before
 
 
-@pytest.mark.parametrize("kind", ["local", "server"])
-def test_a_busy_replica_keeps_all_replicas_mapped(replicas, kind):
-    world = replicas(kind)
-    world.manager.schedulers[1].running.add("a request")
-    requests = world.manager.schedulers[0].handlers
-    with pytest.raises(EngineBusyError, match="in flight"):
-        world.controller.sleep()
-    assert world.released == [set(), set()] and requests.queue_open
-
-
-def test_a_release_past_the_controller_checks_all_replicas_too(replicas):
+def test_a_busy_replica_keeps_all_replicas_mapped(replicas):
     world = replicas()
     world.manager.schedulers[1].running.add("a request")
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-    request = ReleaseMemoryOccupationReqInput()
-    run = world.manager.engine.loop.run_until_complete
+    first = world.manager.schedulers[0].handlers
     with pytest.raises(EngineBusyError, match="no replica has changed"):
-        run(world.manager.release_memory_occupation(request))
-    assert world.released == [set(), set()]
+        world.manager.engine.loop.run_until_complete(requested(world, "release"))
+    assert world.released == [set(), set()] and first.queue_open
 
 
 def test_a_request_that_cannot_wake_all_replicas_wakes_none(replicas):
