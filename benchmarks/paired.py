@@ -18,9 +18,6 @@ Device memory: --kv-gib (kv), 32 GiB (backed), 34 GiB (swap with backups), twice
 without), and the CUDA contexts of three processes, or of twice --processes (backed). Host memory:
 32 GiB (backed), 64 GiB (swap with backups).
 
-The duration of a driver call can depend on the CPU that runs the call. --cpus restricts all
-processes to some CPUs and records their numbers in each row's `detail`.
-
 Rows have the bench "paired", the current build's values as `memsaver`, and "memsaver at HASH" as
 the peer. A ratio above 1 means that the current build is faster. The values are trimmed means, and
 the `detail` contains the ratio's standard error.
@@ -29,7 +26,6 @@ the `detail` contains the ratio's standard error.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -67,21 +63,13 @@ def parser() -> argparse.ArgumentParser:
     add("--processes", type=runs.at_least(1), default=3, help="of each build, except for swaps")
     add("--backed-cycles", type=runs.at_least(1), default=6, help="cycles with a backup")
     add("--touch-gib", type=float, default=40, help="GiB of host memory to touch first; 0: none")
-    add("--cpus", type=cpu_numbers, help="CPUs, such as 4,5, on which all processes run")
     add("--output", type=Path, default=OUTPUT)
     return found
-
-
-def cpu_numbers(text: str) -> list[int]:
-    """Parse the value of --cpus."""
-    return sorted(int(part) for part in text.split(","))
 
 
 def main() -> int:
     """Check both builds, and run the selected measurements."""
     options = parser().parse_args()
-    if options.cpus:
-        os.sched_setaffinity(0, options.cpus)  # child processes inherit it
     try:
         paired.check(options)
     except Failed as error:

@@ -107,8 +107,6 @@ def rows(
         "average": "trimmed mean",
         "standard_error": round(math.hypot(relative_error(before), relative_error(after)), 4),
     }
-    if options.cpus:
-        row["detail"]["cpus"] = options.cpus
     yield row
 
 
