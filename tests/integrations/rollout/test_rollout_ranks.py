@@ -199,7 +199,7 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
         store = dist.distributed_c10d._get_default_store()
         if RANK >= 2:
             time.sleep(0.5)
-            store.set(f"comes{RANK}", "")
+            store.add(f"comes{RANK}", 1)  # `set` would return before the store has the key
         engine.sleep(fence=True)
         assert store.check(["comes2", "comes3"])
         engine.wake_up(fence=True)
