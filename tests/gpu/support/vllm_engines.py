@@ -73,7 +73,8 @@ class Session:
         group: the name of the configuration.
         llm: the `vllm.LLM`.
         folder: a folder for files.
-        gpus: the number of GPUs.
+        ranks: the number of workers.
+        gpus: the number of GPUs; less than `ranks` if workers share a GPU.
         before: each GPU's free bytes before the engine's start.
         expected: the tokens that the engine generates after its start.
     """
@@ -81,6 +82,7 @@ class Session:
     group: str
     llm: Any
     folder: Path
+    ranks: int
     gpus: int
     before: list[int]
     expected: list[list[int]] = field(default_factory=list)
@@ -139,7 +141,8 @@ def start(group: str, folder: Path) -> Session:
     """Start the engine for a group of scenarios and record its expected output."""
     qwen_model.save(folder / "model", qwen_model.weights(seed=1))
     arguments = arguments_of(group, folder)
-    gpus = arguments.get("tensor_parallel_size", 1)
+    ranks = arguments.get("tensor_parallel_size", 1)
+    gpus = min(ranks, torch.cuda.device_count())
     for gpu in range(gpus):  # creates this process's context, and loads the trainer's kernels
         warm = Trainer(gpu, free(gpus)[gpu] - GIB - SLACK, pattern=1)
         assert warm.is_intact()
@@ -148,7 +151,7 @@ def start(group: str, folder: Path) -> Session:
     from vllm import LLM
 
     begin = time.perf_counter()
-    session = Session(group, LLM(**arguments), folder, gpus, before)
+    session = Session(group, LLM(**arguments), folder, ranks, gpus, before)
     print(f"--- the engine is up after {time.perf_counter() - begin:.1f} s", flush=True)
     try:
         _learn(session)
