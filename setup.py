@@ -1,4 +1,4 @@
-"""Build of the native artefacts; the project's metadata is in pyproject.toml."""
+"""Build the native artefacts; the project's metadata is in pyproject.toml."""
 
 import sys
 from pathlib import Path

@@ -24,7 +24,7 @@ CLOSE_SECONDS = 60  # the system may have to unpin and free 32 GB
 
 SERVE = Path(__file__).resolve().with_name("serve.py")
 
-# torch's settings change its requests for memory; torch_memory_saver rejects some of them.
+# torch's settings change its requests for memory; torch_memory_saver rejects some settings.
 NOT_INHERITED = ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

@@ -23,5 +23,5 @@ def compared(
 
 
 def show(metric: str, values: Sequence[float]) -> None:
-    """Print memsaver's values if no peer was measured."""
+    """Print a metric's values, for example if no peer was measured."""
     print(f"{metric}: {list(values)}")

@@ -13,12 +13,12 @@ INTERVAL = 0.01  # seconds between two readings; a bucket of weights exists for 
 
 
 def first_gpu() -> str:
-    """Return the first visible GPU, as its number or its name in CUDA_VISIBLE_DEVICES."""
+    """Return the first visible GPU: its entry in CUDA_VISIBLE_DEVICES, or else "0"."""
     return visible_gpu(0)
 
 
 def visible_gpu(place: int) -> str:
-    """Return the visible GPU at an index, as its number or its name in CUDA_VISIBLE_DEVICES."""
+    """Return the visible GPU at an index: its entry in CUDA_VISIBLE_DEVICES, or else the index."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return names[place] if any(names) else str(place)
 

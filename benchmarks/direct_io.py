@@ -36,15 +36,15 @@ class DirectFile:
             buffer.write(os.urandom(PIECE))
 
     def write_ms(self) -> float:
-        """Write the whole file, newly allocated as `fio` does by default; return the duration in
-        milliseconds.
+        """Allocate new space, as `fio` does by default, and write the complete file; return the
+        duration of the writes in milliseconds.
         """
         os.ftruncate(self._file, 0)
         os.posix_fallocate(self._file, 0, self._pieces * PIECE)
         return self._timed_ms(os.pwritev)
 
     def read_ms(self) -> float:
-        """Read the whole file; return the duration in milliseconds."""
+        """Read the complete file; return the duration in milliseconds."""
         return self._timed_ms(os.preadv)
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class DirectFile:
 def drop_page_cache(directory: Path) -> int:
     """Write back and drop the page cache of a directory's files; return the number of files.
 
-    Includes named files, and files that this process has open.
+    Includes files that this process has open, even if they have no name.
     """
     os.sync()
     dropped = 0

@@ -22,7 +22,7 @@ def parser(
 
     Args:
         description: the benchmark's docstring.
-        parts: the names of the parts.
+        parts: the parts by name.
         wait: the default of --wait, in seconds.
         touch_gib: the default of --touch-gib, in GiB.
     """
@@ -78,5 +78,5 @@ def run(
 
 
 def _terminated(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt the cleanup
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another signal would interrupt the cleanup
     sys.exit(128 + signal.SIGTERM)

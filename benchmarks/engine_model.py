@@ -117,7 +117,7 @@ class Trainer:
         self._others = 0  # bytes of this process that belong to other code
 
     def take(self, seed: int) -> None:
-        """Allocate new weights: small random numbers that are determined by the seed."""
+        """Allocate new random weights that are determined by the seed."""
         import torch
 
         if self._device == "cuda":
@@ -133,16 +133,17 @@ class Trainer:
             torch.cuda.synchronize()
 
     def drop(self) -> None:
-        """Release all memory to the driver. RuntimeError if an engine still uses memory."""
+        """Release all memory to the driver. Raises RuntimeError if an engine still uses memory."""
         self.weights.clear()
         self._rest = None
         let_go(self._device, self._others)
 
 
 def let_go(device: str, at_most: int) -> None:
-    """Release torch's cache after engines have released the tensors that they received.
+    """Wait until engines have released the tensors that they received, and release torch's cache.
 
-    RuntimeError if tensors of this process still use more than `at_most` bytes.
+    Raises RuntimeError if, after DROP_SECONDS, tensors of this process still use more than
+    `at_most` bytes.
     """
     import torch
 

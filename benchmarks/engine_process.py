@@ -17,8 +17,8 @@ from device_memory import visible_gpu
 
 START_SECONDS = 300  # kernels are compiled on first use
 FREE_SECONDS = 60  # limit for the memory of an ended process to become free
-NOISE_MIB = 64  # between two readings of unchanged memory
-BATCHES = 2  # that count, in each turn of `decode_in_turns`
+NOISE_MIB = 64  # maximum difference between two readings of unchanged memory
+BATCHES = 2  # measured batches in each turn of `decode_in_turns`
 
 _begin = time.monotonic()
 
@@ -45,7 +45,7 @@ def used_mib(place: int = 0) -> float:
 
 
 def wait_until_free(idle_mib: float) -> None:
-    """Wait until at most `idle_mib` MiB are in use. Raises Failed on a timeout."""
+    """Wait until at most `idle_mib` + NOISE_MIB MiB are in use. Raises Failed on a timeout."""
     end = time.monotonic() + FREE_SECONDS
     while (used := used_mib()) > idle_mib + NOISE_MIB:
         if time.monotonic() > end:
@@ -54,7 +54,7 @@ def wait_until_free(idle_mib: float) -> None:
 
 
 def inherited_without(prefixes: tuple[str, ...], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for an engine in another folder, without prefixed variables."""
+    """Return `inherited` for use in another folder, without variables with one of the prefixes."""
     found = {key: value for key, value in inherited.items() if not key.startswith(prefixes)}
     places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
     if places:
@@ -98,7 +98,7 @@ def process(
 
 
 def begin(child: Child, options: argparse.Namespace) -> dict[str, Any]:
-    """Start the engine of a `process`, and return the result of `start`."""
+    """Start the engine in a child from `process`, and return the reply to `start`."""
     say(f"{child.name}: starting an engine")
     child.ready()
     started = child.ask("start", within=START_SECONDS)
@@ -111,7 +111,7 @@ def begin(child: Child, options: argparse.Namespace) -> dict[str, Any]:
 def running(
     make: Callable[[], Child], options: argparse.Namespace
 ) -> Iterator[tuple[Child, dict[str, Any]]]:
-    """Start an engine for the block; yield its process and the result of `start`.
+    """Start an engine for the block; yield its process and the reply to `start`.
 
     The function waits until the GPU's memory is free before it starts the engine. At the end of the
     block, the engine's memory is free again.
@@ -128,7 +128,7 @@ def decode_in_turns(one: Child, other: Child, turns: int) -> dict[str, list[floa
     rates: dict[str, list[float]] = {one.name: [], other.name: []}
     for turn in range(turns):
         for child in (one, other) if turn % 2 else (other, one):
-            # The uncounted batch refreshes caches after the other engine's turn.
+            # `decode` first runs an unmeasured batch to refresh caches after the other's turn.
             rates[child.name] += child.ask("decode", times=BATCHES)["tokens_per_s"]
     for name, values in rates.items():
         say(f"{name}: {statistics.median(values):.1f} tokens/s, {min(values)}..{max(values)}")

@@ -1,6 +1,6 @@
 """Write the tables of replayed calls in docs/how-to, and the runs of frameworks in README.md.
 
-usage: framework_calls_page.py     writes them between the pages' markers, and in README.md's table
+usage: framework_calls_page.py     writes them between the pages' markers and into README.md's table
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_RUN = "These calls have not been run on a GPU yet."
 NOT_COMPARED = f"These calls have not been run with {PEER} on this model of GPU yet."
 MOVES = ("release", "resume", "pause")  # the calls that release and map memory
 
-# The pages, and the frameworks whose calls each shows.
+# The pages, and the frameworks whose calls each page shows.
 SHOWN: dict[str, tuple[str, ...]] = {
     "slime": ("slime",),
     "miles": ("miles", "miles_disk", "miles_rematerialize"),
@@ -73,7 +73,7 @@ def _calls(name: str, ours: Row | None, theirs: Row | None) -> str:
 
 
 def _seconds(row: Row, steps: Sequence[Step]) -> float:
-    """Return the sum of the medians of the steps' seconds."""
+    """Return the sum of the steps' median durations in seconds."""
     return sum(_median(row, step, "seconds") for step in steps)
 
 
@@ -99,7 +99,7 @@ def rewritten(page: str, text: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the pages for the current result files."""
+    """Return the new text of each page, generated from the current result files."""
     replayed = json.loads(CALLS.read_text()) if CALLS.exists() else []
     found = {PAGES / f"{page}.md": calls(replayed, names) for page, names in SHOWN.items()}
     written = {path: rewritten(path.read_text(), text) for path, text in found.items()}

@@ -12,7 +12,7 @@ TOKENS = 32
 
 
 class CallsWorker(EngineWorker):
-    """The operations on the engine; see `EngineWorker` for the arguments."""
+    """A worker that performs calls on the engine; see `EngineWorker` for the arguments."""
 
     def call(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Perform one call, and return its duration in seconds."""

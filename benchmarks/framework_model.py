@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_model import SMALL, save_checkpoint
 
-NUMBERS = 256  # the token ids below this are special or unused; the others are the words "t256" ...
+NUMBERS = 256  # smaller token ids are special or unused; the others are the words "t256" ...
 PROMPT = 16  # words of each prompt
 SEED = 1
 

@@ -29,7 +29,7 @@ class Step:
     """One call.
 
     Attributes:
-        side: ENGINE, TRAINER, or UPDATE (a whole update of the engine's weights).
+        side: ENGINE, TRAINER, or UPDATE (a complete update of the engine's weights).
         call: the name of the call.
         arguments: the arguments of the call.
     """
@@ -117,7 +117,7 @@ MILES = "radixark/miles, 31f1ca9"
 
 
 def miles(source: str) -> tuple[Step, ...]:
-    """Return the update that miles performs between the engine's two resumes."""
+    """Return miles's update of the engine's weights, and the resumes before and after it."""
     return (
         engine("resume", tags=[WEIGHTS]),
         update(source, BUCKETS, disabled=True, pause="retract"),

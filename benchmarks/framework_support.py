@@ -7,7 +7,7 @@ from typing import Any
 
 from libraries import OURS
 
-COLUMN = 2  # of the GPU runs, in a line that is split at its bars
+COLUMN = 2  # the index of the GPU runs in a table line that is split at "|"
 TITLES = {"slime": "slime", "miles": "miles", "xtuner": "xtuner", "lightrft": "LightRFT"}
 COUNTS = {1: "one", 2: "two", 5: "five"}
 

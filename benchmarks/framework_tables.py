@@ -16,7 +16,7 @@ NOT_MEASURED = "Not measured yet:"
 # Formats a value of a metric.
 Figure = Callable[[float, str], str]
 
-# For each page, in docs/how-to, the metrics and titles of its rows.
+# For each page in docs/how-to, the metrics and titles of its rows.
 PAGES: dict[str, tuple[tuple[str, str], ...]] = {
     "trl.md": (
         ("trl_sleep_wake_seconds", "first sleep and wake-up of the engine, s"),
@@ -57,7 +57,7 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update
 
 
 def pages(rows: Sequence[Mapping[str, Any]], how_to: Path, figure: Figure) -> dict[Path, str]:
-    """Return the table of each page.
+    """Return the tables of each page.
 
     Args:
         rows: the rows of the results.
@@ -78,7 +78,7 @@ def table(
     wanted: Sequence[tuple[str, str]],
     figure: Figure,
 ) -> str:
-    """Return a benchmark's rows as Markdown, and a list of the metrics without a row.
+    """Return a benchmark's rows as Markdown tables, and a list of the metrics without a row.
 
     Args:
         rows: the rows of all benchmarks.
@@ -117,7 +117,7 @@ def _of_one_gpu(shown: Sequence[tuple[Mapping[str, Any], str]], figure: Figure) 
 
 
 def circumstances(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the GPU, the dates and the versions in the rows for one kind of GPU."""
+    """Return the GPU, the dates and the versions of rows for one kind of GPU."""
     days = sorted({row["date"] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return f"{rows[0]['gpu']}, {when} ({results.versions_text(rows)})"
@@ -131,7 +131,7 @@ def phases(rows: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[str, str]])
 
 
 def _phases(row: Mapping[str, Any]) -> str:
-    """Return the table of the phases in a row, and a comparison of the runs' figures."""
+    """Return a table of a row's phases, followed by a comparison of the two runs' results."""
     ours, theirs = row["detail"]["memsaver_phases"], row["detail"]["peer_phases"]
     others = sorted(set(ours) - set(PHASES))
     names = [name for name in (*PHASES[:-1], *others, PHASES[-1]) if name in ours]
@@ -152,7 +152,7 @@ def _phases(row: Mapping[str, Any]) -> str:
 
 
 def _compared(row: Mapping[str, Any]) -> str:
-    """Return a sentence about the differences between the two training runs' figures."""
+    """Return a sentence about the differences between the training runs' results."""
     detail = row["detail"]
     steps = len(next(iter(detail["memsaver_phases"].values())))
     count = 4 * steps

@@ -18,7 +18,7 @@ from serve import Worker
 
 BUCKET = 4 << 20  # bytes of weights in a request
 MARGIN = 1 << 30  # miles's --train-memory-margin-bytes
-RATE = 2**-10  # by which a step of training lowers each parameter
+RATE = 2**-10  # the amount by which a training step lowers each parameter
 
 
 class TrainerWorker(Worker):
@@ -141,7 +141,7 @@ class TrainerWorker(Worker):
         """Capture a training step, which updates each master weight and its parameter."""
         import torch
 
-        self._move()  # allocates what the kernels need
+        self._move()  # allocates the memory that the kernels need
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -180,7 +180,7 @@ class TrainerWorker(Worker):
             self.parameters[name].copy_(master)
 
     def _readable(self, name: str) -> Any:
-        """Return the parameter on the GPU, as read from the source of the update."""
+        """Return the parameter as a tensor on the GPU, read from the source of the update."""
         tensor = self.parameters[name]
         if self._source == COPY:
             return self.copies[name].cuda()

@@ -2,7 +2,8 @@
 
     python benchmarks/framework_wheels.py ARCHIVE.tar.xz
 
-The machine needs Python 3.12, torch, transformers and, for TRL's part, vLLM. The archive contains
+The machine needs Python 3.12, torch, transformers and, for the benchmark's trl part, vLLM. The
+archive contains
 
     site/        TRL and accelerate, for PYTHONPATH
     deepspeed/   DeepSpeed and the packages that it imports, for PYTHONPATH. This folder is
@@ -110,7 +111,7 @@ def is_kept(path: str) -> bool:
 
 
 def unpack_wheels(wheels: Path, site: Path) -> None:
-    """Unpack all wheels of a folder."""
+    """Unpack all wheels in a folder."""
     for path in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(path) as wheel:
             for name in wheel.namelist():

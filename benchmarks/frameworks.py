@@ -38,7 +38,7 @@ from parts import frameworks_calls, frameworks_trainer, frameworks_trl, framewor
 
 @dataclass(frozen=True)
 class Part:
-    """A framework.
+    """A part of the benchmark.
 
     Attributes:
         measure: a function that yields the part's rows.
@@ -75,7 +75,7 @@ def why_not(chosen: list[str]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = engine_benchmark.parser(__doc__, MEASURES, wait=0.5, touch_gib=0)
     made.set_defaults(small=True)
     for part in PARTS.values():

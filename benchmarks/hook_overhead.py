@@ -84,7 +84,7 @@ int main(int, char** arguments) {
 
 
 def find_runtime() -> Path:
-    """Return the path of torch's CUDA runtime; without it, the path of a toolkit's runtime."""
+    """Return the path of torch's CUDA runtime or, if there is none, of a toolkit's runtime."""
     folders: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     if spec is not None:
@@ -147,9 +147,10 @@ class Process:
 
 
 def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
-    """Measure on the current GPU with a built memsaver, a compiler and a CUDA runtime.
+    """Measure the hooks' overhead on the current GPU.
 
-    Raises RuntimeError if one of these requirements is missing.
+    Requires a build of memsaver, a compiler and a CUDA runtime. Raises RuntimeError if one of these
+    requirements is missing.
     """
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SIZES}
     with tempfile.TemporaryDirectory() as folder:

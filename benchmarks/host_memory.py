@@ -1,6 +1,6 @@
 """Measure host memory in use, and touch host memory before a measurement.
 
-    python host_memory.py BYTES     touches BYTES bytes and ends; prints the seconds
+    python host_memory.py BYTES     touches BYTES bytes, prints the seconds, and exits
 
 A virtual machine might receive its memory only when a process first accesses it, at 2 to 3 GB/s.
 Without this touch, the first measured library would appear slower than the others.
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 PASSES = 4  # the maximum number of passes, each in its own process
 FAST = 8e9  # bytes per second if the machine already has the memory, with several CPUs
-FAST_CPU = 1.5e9  # the same for each CPU, with few
+FAST_CPU = 1.5e9  # the same for each CPU, if there are few CPUs
 
 
 def meminfo() -> dict[str, int]:
@@ -34,8 +34,8 @@ def meminfo() -> dict[str, int]:
 def in_use() -> dict[str, int]:
     """Return the bytes of host memory that this process and the machine use, by name.
 
-    Depending on the driver, pinned memory counts in the process's figures or only in the machine's
-    figure. Figures that this system lacks are omitted.
+    Depending on the driver, pinned memory is included in the process's values or only in the
+    machine's value. Values that this system does not report are omitted.
     """
     found = {}
     for key, path, name in (
@@ -52,8 +52,8 @@ def in_use() -> dict[str, int]:
 def growth(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
     """Return the bytes that the process and the machine allocated between two readings of `in_use`.
 
-    For the process, the result is the largest growth of any of its figures. The figure for the
-    machine includes memory that other processes use.
+    For the process, the result is the largest growth of any of its values. The machine's value
+    includes memory that other processes use.
     """
     grown = {key: after[key] - before[key] for key in before if key in after}
     machine = grown.pop("machine")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 RESOLUTION = 0.004  # share of the tokens; smaller differences are not worth another engine
 KEEP = 256 << 20  # bytes that a proposal leaves free, because engines differ
-STEP_BACK = 0.01  # share of the tokens after the first failure; doubled after each further one
+STEP_BACK = 0.01  # relative reduction after the first failure; doubled after each further failure
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Search:
             return int(failing.tokens * (1 - min(back, 0.5))) or None
         assert best.spare is not None
         if sum(one.tokens == best.tokens for one in self.trials) > 1:
-            return None  # engines do not accept more
+            return None  # engines do not accept more tokens
         wanted = best.tokens + (best.spare - KEEP) // self.cell
         if wanted - best.tokens <= RESOLUTION * best.tokens:
             return None

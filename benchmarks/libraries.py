@@ -38,12 +38,12 @@ class Library(Protocol):
 
 
 class Memsaver:
-    """memsaver."""
+    """The library memsaver."""
 
     def __init__(self) -> None:
         import memsaver
 
-        # Looked up at each call, so a version without `swap` can still run other measurements.
+        # `swap` is looked up at each call, so a version without it can run other measurements.
         self._memsaver: Any = memsaver
         self.pause = memsaver.pause
         self.resume = memsaver.resume
@@ -102,7 +102,7 @@ class TorchMemorySaver:
 
 
 def open_library(name: str) -> Library:
-    """Return the library with this name, either OURS or one of PEERS. One per process."""
+    """Return the library with this name, OURS or a key of PEERS. A process can use only one."""
     if name == OURS:
         return Memsaver()
     if name not in PEERS:

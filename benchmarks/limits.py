@@ -81,7 +81,7 @@ class Steps:
 
 
 def measure(steps: Steps, count: int, backup: str, holes: bool) -> dict[str, float]:
-    """Measure one tag from its first to its last allocation."""
+    """Measure the operations on one tag, from its first allocation to its last free."""
     import memsaver
     from memsaver._runtime.native import _C, backup_code
 
@@ -124,7 +124,7 @@ def measure(steps: Steps, count: int, backup: str, holes: bool) -> dict[str, flo
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print the rows, and write them to --output if it is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

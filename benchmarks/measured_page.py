@@ -218,7 +218,7 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 
 
 def value_and_range(value: float, metric: str, cycles: object) -> str:
-    """Return a value, with the range of its cycles if there are several figures."""
+    """Return a value, followed by the range of its cycles if there are several."""
     shown = figure(value, metric)
     if not isinstance(cycles, list) or len(cycles) < 2:
         return shown
@@ -368,10 +368,10 @@ def _is_surely_slower(row: Mapping[str, Any]) -> bool:
 
 
 def page() -> str:
-    """Return the page for the current result files."""
+    """Return the text of the page, generated from the current result files."""
     rows = json.loads(RESULTS.read_text())
     first = {row["metric"]: at for at, row in reversed([*enumerate(rows)])}
-    rows.sort(key=lambda row: first[row["metric"]])  # `table` merges rows that are adjacent
+    rows.sort(key=lambda row: first[row["metric"]])  # `table` merges only adjacent rows
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
     lines = [HEAD.format(gpu=gpus, versions=results.versions_text(rows), dates=dates(rows))]
     sections: list[list[Mapping[str, Any]]] = [[] for _ in SECTIONS]

@@ -1,8 +1,9 @@
-"""Compute the fraction of an engine's weights in pages that equal pages of a trainer.
+"""Compute the fraction of an engine's weights that is in pages equal to a trainer's pages.
 
 Two pages are equal if both contain the same bytes of the same tensors at the same offsets, and no
 other tensors. Unused bytes are ignored. Only equal pages could be mapped instead of copied.
-Physical memory is mapped in whole pieces, so pages may be larger than the granularity of 2 MiB.
+A piece of physical memory can be mapped only as a whole, so pages may be larger than the
+granularity of 2 MiB.
 
 There are two placements: "torch" places allocations like torch's allocator, and "boundaries" places
 each allocation at a multiple of 2 MiB. See weight_layouts.py for the layouts.
@@ -141,7 +142,7 @@ def share(engine: Placed, trainer: Placed, page: int) -> tuple[int, int]:
     return total, count
 
 
-# Model, the engine's ranks, the trainer.
+# The model, the number of the engine's ranks, and the trainer.
 CASES: tuple[tuple[str, int, str], ...] = (
     ("Qwen3-8B", 1, "whole tensors"),
     ("Qwen3-8B", 2, "whole tensors"),

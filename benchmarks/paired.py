@@ -9,7 +9,7 @@ runs in its own processes, with its folder on PYTHONPATH. The programs of this s
 both builds. This program writes the rows, using the build that it imports.
 
 Measurements (pause_resume.py describes them)
-    kv, discarded, many     without a backup; bare driver calls take turns with both builds
+    kv, discarded, many     without a backup; bare driver calls alternate with both builds
     backed                  with a backup in host memory; a plain copy precedes each pause and
                             resume of changed contents, in both builds
     swap                    16 GB with backups, and --swap-gib GiB without
@@ -47,7 +47,7 @@ IN_HOST_MEMORY = ("backed", "swap")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -26,7 +26,7 @@ a bare sequence of driver calls with handles of 1 GiB and one reservation, also 
 process. The processes take turns cycle by cycle, in rotating order. All processes except the one
 being measured are paused, so the device is in the same state for each process. For measurements
 with a backup, the limit is a plain copy of the same number of bytes between the device and 1 GiB of
-pinned memory. All values count, including warm-ups and outliers.
+pinned memory. All values are included, even warm-ups and outliers.
 
 In measurements without a backup, a wait of --gap seconds before each resume represents work on the
 GPU. The driver clears released memory during this wait, so the clearing is not measured. For
@@ -70,8 +70,8 @@ from parts import (
 )
 from raw_driver import count_gpus
 
-# The module that measures each name, in the order of measuring; a shared module is called once. The
-# last module needs the device for itself.
+# The function that measures each part, in the order of measurement; a shared function is called
+# once. The last part needs exclusive use of the device.
 PARTS: dict[str, runs.Measure] = {
     **dict.fromkeys(discarded.WORKLOADS, discarded.measure),
     "backed": backed.measure,
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parse the command line."""
+    """Parse the command line, and run the selected measurements."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -25,7 +25,7 @@ def count_gpus() -> int:
 
 
 class RawDriver:
-    """The minimum of driver calls that any library must make for several tags. Frees nothing."""
+    """The minimum of driver calls that any library must make for its tags. Tags are not freed."""
 
     def __init__(self) -> None:
         from memsaver.cli.bare_driver import BareDriver

@@ -13,12 +13,12 @@ from libraries import DEFAULT, PEERS, RETAINED
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal for a row.
+    """A goal for a row. Exactly one of the first four attributes is set.
 
     Attributes:
-        ratio: the minimum ratio; or
-        at_most: the maximum value of memsaver; or
-        alone: a value that memsaver must reach and the peer must not reach; or
+        ratio: the minimum ratio.
+        at_most: the maximum value of memsaver.
+        alone: a value that memsaver must reach and the peer must not reach.
         within: the maximum difference between memsaver's value and the peer's.
         peer: the peer to which the goal applies; None for all peers.
         otherwise: another metric; reaching its goal is sufficient.
@@ -58,7 +58,7 @@ VLLM = {  # ratios on one GPU
     "decode_tokens_per_s": 0.99,
     "resident_MiB": 1.0,
 }
-# Patterns of metrics; the first match counts. Metrics without a match have no goal.
+# Patterns of metrics; the first match applies. Metrics without a match have no goal.
 GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("*_at_once_ms", None),
     ("kv_*_ms", Goal(1.0)),

@@ -1,7 +1,7 @@
 """The file of benchmark results: a JSON list of rows, never edited by hand.
 
-Several benchmarks share one file. Writing replaces the rows of the same bench, metric and peer and
-keeps all others, so that one benchmark can be rerun on its own.
+Several benchmarks share one file. Writing a row replaces the row with the same bench, metric and
+peer and keeps all others, so that one benchmark can be rerun on its own.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Measurement(TypedDict):
     # is percent.
     metric: str
     memsaver: float  # the median, or the detail's `average`
-    peer: str  # the library or setting that it is compared with
-    peer_value: float | None  # the peer's median, in the same unit; None: it failed
+    peer: str  # the library or setting that memsaver is compared with
+    peer_value: float | None  # the peer's median, in the same unit; None if the peer failed
     # How many times better memsaver is: above 1 is better for every unit. None without a peer's
     # value.
     ratio: float | None
@@ -82,8 +82,8 @@ def measurement(
 ) -> dict[str, Any]:
     """Return the row of a metric, from all values.
 
-    Amounts of memory may be zero or, because of noise, negative: for the ratio they count as at
-    least 1 MiB.
+    Amounts of memory may be zero or, because of noise, negative; the ratio is computed with at
+    least 1 MiB for each.
     """
     digits = 4 if "fraction" in metric else 3
     ours, others = (round(average(values), digits) for values in (memsaver, theirs))
@@ -167,7 +167,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return the rows of both kinds of GPUs; for a metric that both have, the H200's row."""
+    """Return the H200's rows, and the H100s' rows for metrics that the H200 lacks."""
     rows = read(DEFAULT_PATH)
     known = {row["metric"] for row in rows}
     return rows + [row for row in read(ON_H100) if row["metric"] not in known]
@@ -237,7 +237,7 @@ def _gpu_and_driver() -> tuple[str, str]:
 
 
 def _commit() -> str:
-    told = os.environ.get("BENCH_COMMIT")  # for example, of a copy of the tree
+    told = os.environ.get("BENCH_COMMIT")  # for example, if the tree is a copy without a repository
     commit = told or _output("git", "rev-parse", "HEAD", directory=ROOT)
     if told or not commit:
         return told or "unknown"

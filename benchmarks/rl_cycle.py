@@ -10,13 +10,14 @@ host memory. With memsaver, memsaver.integrations.trainer.offload creates the ba
 torch_memory_saver, the tensors are in regions. See rl_engine.py for the stages of a step.
 
 Measurements
-    kv      the largest KV cache with which a step completes: waking in stages, waking all at once,
-            and the engine alone on the GPU; the peer's waking in stages. About 6 minutes
+    kv      the largest KV cache with which a step completes: with memsaver, waking in stages,
+            waking all at once, and the engine alone on the GPU; with the peer, waking in stages.
+            About 6 minutes
     step    seconds of each transition of a step, and the peak of memory in use in each stage, for
             memsaver and torch_memory_saver; with the peer's option to retain host memory, only
             the seconds. About 6 minutes, most of them the peer's
-    overhead  seconds that a whole step takes beyond its training, update and generation, without a
-            backup of the engine's weights; the peer retains host memory. About 5 minutes
+    overhead  seconds that a complete step takes beyond its training, update and generation,
+            without a backup of the engine's weights; the peer retains host memory. About 5 minutes
 
 Each library's engine and trainer run in separate processes, with exclusive use of the GPU. If a
 peer's run ends early, the program continues, and the peer's rows report the failure or contain its
@@ -57,7 +58,7 @@ def fraction_of(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = engine_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=72)
     add = made.add_argument
     add(

@@ -88,7 +88,7 @@ class Loop(EngineWorker):
         self._sent = ""  # the checksum of the engine's weights
 
     def start(self) -> dict[str, Any]:
-        """Start the engine; return the size of its KV cache in tokens, as the engine reports it."""
+        """Start the engine; also return its KV cache's size in tokens and the GPU's memory."""
         with self._peaks.stage("start"):
             found = super().start()
         self._start_peak = self._peaks.stages.pop("start")
@@ -279,7 +279,7 @@ class Loop(EngineWorker):
 
 
 def buckets(weights: Iterable[tuple[str, Any]], at_most: int) -> Iterator[list[tuple[str, Any]]]:
-    """Yield weights in order, in groups of up to `at_most` bytes; a larger weight is alone."""
+    """Yield weights in order, in groups of up to `at_most` bytes or of one larger weight."""
     part: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in weights:

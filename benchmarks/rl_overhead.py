@@ -1,9 +1,10 @@
-"""Run whole RL steps as in a training loop, and separately run the work of the steps.
+"""Run complete RL steps as in a training loop, and separately measure the work of the steps.
 
-A whole step consists of the stages of rl_engine.py without waits between the stages. If the library
-supports it, the trainer's weights and the optimizer's states are resumed while the trainer computes
-gradients, and each layer waits only for its own weights. The optimizer's states are paused while
-the weights are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn`).
+A complete step consists of the stages of rl_engine.py without waits between the stages. If the
+library supports it, the trainer's weights and the optimizer's states are resumed while the trainer
+computes gradients, and each layer waits only for its own weights. The optimizer's states are paused
+while the weights are sent. The trainer computes the gradients of a loss
+(`rl_trainer.Trainer.learn`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglang_engine import GRAPH, KV_CACHE, TAGS, WEIGHTS
 
 
 class Steps(Loop):
-    """A worker that runs whole steps.
+    """A worker that runs complete steps.
 
     Args:
         name: the memory saver of engine and trainer.
@@ -37,7 +38,7 @@ class Steps(Loop):
         return {"work": work, "loss": self._loss, "lost": found["lost"]}
 
     def whole(self, seed: int) -> dict[str, Any]:
-        """Run a whole step; return its seconds, its loss, and a checksum of the new weights.
+        """Run a complete step; return its seconds, its loss, and a checksum of the new weights.
 
         `calls` contains the duration of each of the step's calls on the host, in milliseconds.
         """
@@ -82,7 +83,7 @@ class Steps(Loop):
         }
 
     def contents(self) -> dict[str, Any]:
-        """Wake the trainer, and return a checksum of all of its memory. Ends the steps."""
+        """Wake the trainer, and return a checksum of all of its memory. No step may follow."""
         trainer = self._held
         assert trainer is not None
         self.release(TAGS)

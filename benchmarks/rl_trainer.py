@@ -44,7 +44,7 @@ class Averages(torch.optim.Optimizer):
 
 
 class Saver(Protocol):
-    """A library's way to manage a trainer's memory."""
+    """The calls with which a library manages a trainer's memory."""
 
     def hold_weights(self, make: Callable[[], Any]) -> Any:
         """Call `make` to create a module, and put its parameters in the tag WEIGHTS."""
@@ -145,7 +145,7 @@ class Trainer:
         name: the name of the trainer's memory saver.
         states: the number of optimizer states for each weight.
         device: the torch device; "cpu" with memsaver's simulated driver.
-        seed: the seed of the first weights.
+        seed: the seed of the initial weights.
     """
 
     def __init__(self, name: str, shape: Shape, states: int, device: str, seed: int = 0) -> None:
@@ -270,7 +270,7 @@ class Trainer:
 
 
 class Layer(torch.nn.Module):
-    """Multiplies inputs by a random matrix (near 0), or elementwise by a vector (near 1)."""
+    """Multiplies inputs by a random matrix (values near 0), or elementwise by a vector (near 1)."""
 
     def __init__(self, size: tuple[int, ...], device: str) -> None:
         super().__init__()

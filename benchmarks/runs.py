@@ -13,7 +13,7 @@ import report
 import results
 from children import Failed
 
-# Yields rows; failed measurements go into the list of failures.
+# Yields rows, and appends failed measurements to the list of failures.
 Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
 
 
@@ -34,7 +34,7 @@ def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
                 count = results.write(options.output, [row], circumstances)
         except Failed as error:
             failures.append(str(error))
-        except Exception as error:  # an error in one part must not lose the results of others
+        except Exception as error:  # an error in one part must not discard other results
             traceback.print_exc()
             failures.append(f"{measure.__module__}: {type(error).__name__}: {error}")
         name = measure.__module__.removeprefix("parts.")

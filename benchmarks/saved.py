@@ -9,13 +9,13 @@ import workloads
 from libraries import Library
 from workloads import GIB
 
-LEAST_RELEASED = 0.98  # least released part of the tensors' bytes, by the driver's free memory
+LEAST_RELEASED = 0.98  # minimum fraction of the tensors' bytes to release, per the driver
 
 
 class Saved:
     """A tag with a backup; the tag's memory is full of random bits.
 
-    All methods raise RuntimeError if bytes, addresses or freed memory are wrong.
+    The methods raise RuntimeError if contents, addresses or the amount of freed memory are wrong.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PlainCopy:
         self._sizes = [min(GIB, total - at) for at in range(0, total, GIB)]
         self._host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True).fill_(1)
         self._device = torch.empty(GIB, dtype=torch.uint8, device=f"cuda:{gpu}").fill_(1)
-        self._other: PlainCopy | None = None  # has the buffers of the other direction
+        self._other: PlainCopy | None = None  # owns the buffers for the other direction
 
     def queue_out(self) -> None:
         """Queue copies from the device, without waiting."""

@@ -1,4 +1,4 @@
-"""Run the child's side of children.py: python serve.py MODULE:CLASS LIBRARY SETTINGS."""
+"""Serve the requests of children.py: python serve.py MODULE:CLASS LIBRARY SETTINGS."""
 
 from __future__ import annotations
 

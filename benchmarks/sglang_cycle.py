@@ -14,25 +14,25 @@ Measurements
     plain       decoding, alternating with an engine without a memory saver
     switch      two engines that take turns on the GPU: the time from a request for the sleeping
                 engine to its first token; memory in use while only the first engine sleeps
-    neighbour   the same with backups on another GPU, compared with backups in host memory; nothing
-                on a machine with one GPU
+    neighbour   as switch, with backups on another GPU, compared with backups in host memory;
+                skipped on a machine with one GPU
     storm       requests of all kinds to a server of a small model while it sleeps and wakes up;
-                each must be answered with the tokens of an awake server
+                each must be answered with the tokens that an awake server generates
     tp2         memory in use while an engine on two GPUs sleeps, with suspended communicators
-                and without; nothing on a machine with one GPU
+                and without; skipped on a machine with one GPU
 
 Each engine runs in a separate process. Except in plain, switch and neighbour, an engine has
 exclusive use of the GPU. memsaver's engines and the peer's engines run one after the other. The
 first engine of a run compiles kernels, so its start is not counted. Each step begins after a wait
 of --wait seconds. The driver clears released memory during this wait, so the clearing is not
-measured. All times are measured by the engine's caller. All values count.
+measured. All times are measured by the engine's caller, and outliers are included.
 
 New weights come from a trainer's tensors in the process that calls the engine. These tensors are
 freed before the release. The engine's checksum of its weights before each release is compared with
 the checksum after the resume. If a library loses bytes, its measurement fails and produces no row.
 
-Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. After each
-part, prints a table and merges its rows into --output (see results.py).
+Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. Prints
+a table, and merges each row into --output as soon as it exists (see results.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Run an SGLang engine in a separate process, with one of the two memory savers.
 
 SGLang itself finds the saver: memsaver through its plugin, or torch_memory_saver if the plugin is
-disabled. Both may be installed. Every start is checked to ensure that all figures belong to the
-named saver.
+disabled. Both may be installed. Each start checks that the engine uses the named saver.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ TAGS = (KV_CACHE, WEIGHTS, GRAPH)
 PEER_DISTRIBUTION = "torch_memory_saver"
 PEER_LIBRARY = "torch_memory_saver_hook"  # in the names of the peer's libraries
 
-# Prefixes of the settings of the savers, of SGLang's plugins and of torch's allocator, which the
-# benchmark sets itself.
+# Prefixes of environment variables for the savers, SGLang's plugins and torch's allocator. The
+# benchmark sets these variables itself.
 DROPPED = (
     "LD_PRELOAD",
     "MEMSAVER_",
@@ -60,7 +59,7 @@ def why_no_peer() -> str:
 
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables for all processes of an engine with the named saver, or PLAIN."""
+    """Return the environment variables of an engine with the named saver; PLAIN means none."""
     found = inherited_without(DROPPED, inherited)
     found["MEMSAVER_SGLANG"] = "1" if name == OURS else "0"
     if name == RETAINED:
@@ -213,7 +212,7 @@ class EngineWorker(Worker):
             raise RuntimeError(f"the weights were not updated: {message}")
 
     def checksum(self) -> tuple[str, str]:
-        """Return the engine's checksum of all weights, or "" and the reason for its absence."""
+        """Return (checksum of all weights, ""), or ("", the reason why there is no checksum)."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         ask = self.engine.tokenizer_manager.check_weights

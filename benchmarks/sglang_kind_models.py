@@ -1,4 +1,4 @@
-"""Create checkpoints of small models with random weights, their draft models and adapters.
+"""Create checkpoints of small models with random weights, and their draft models and adapters.
 
 The weights have the magnitude of trained weights, so the generated tokens depend on every layer.
 The weights depend only on the seed.
@@ -89,7 +89,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _quantize(folder: Path, method: str) -> None:
-    """Replace the linear layers' weights with fp8 values in blocks, or with int8 values in rows."""
+    """Replace the linear layers' weights with fp8 values scaled by block, or int8 scaled by row."""
     import torch
 
     named: dict[str, Any] = {}

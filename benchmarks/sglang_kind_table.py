@@ -111,7 +111,7 @@ _SPECULATE: dict[str, Any] = {
     "speculative_eagle_topk": 4,
     "speculative_num_draft_tokens": 8,
 }
-# Only prompts and drafts without branches let the draft's KV cache have pages.
+# If drafts have branches, the draft model's KV cache cannot be paged.
 _CHAIN = {**_SPECULATE, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 
 
@@ -159,7 +159,7 @@ _SLOW = {"cuda_graph_bs_decode": [1], "torch_compile_max_bs": 1, "max_running_re
 _FA3 = {"attention_backend": "fa3"}
 _STEPPED = {**_CHAIN, "speculative_algorithm": "STANDALONE"}
 
-# The slowest come first.
+# The slowest kinds come first.
 KINDS = (
     Kind(
         "torch_compile", "`enable_torch_compile`", arguments={"enable_torch_compile": True, **_SLOW}

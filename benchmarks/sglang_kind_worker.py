@@ -252,7 +252,7 @@ class KindWorker(Worker):
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        # Tensors on the CPU can be opened once, so each process gets its own payload.
+        # Tensors on the CPU can be opened only once, so each process gets its own payload.
         parts = [
             MultiprocessingSerializer.serialize(list(named.items())) for _ in range(self._kind.gpus)
         ]

@@ -5,10 +5,10 @@
 Requires SGLang, transformers, and an installed memsaver whose plugin SGLang finds. Two engines of
 each kind (sglang_kind_table.py) run, each in a separate process, and several engines share a GPU:
 
-    with a backup       started with some weights. All tags are released and resumed one by one;
-                        then other weights are sent between a release and a resume, and the first
-                        weights again
-    without a backup    started with the other weights. Both weights are sent in the same way
+    with a backup       starts with a first set of weights. All tags are released and resumed one by
+                        one; then a second set is sent between a release and a resume, and then the
+                        first set again
+    without a backup    starts with the second set. Both sets are sent in the same way
 
 An engine's output after a resume must equal its output before the release, and its output after an
 update must equal that of the other engine, which loaded the same weights when it started. Outputs
@@ -214,7 +214,7 @@ def run(options: argparse.Namespace) -> int:
     end = time.monotonic() + options.seconds
     present = gpus()
     folder = Path(options.logs or tempfile.mkdtemp(prefix="memsaver-kinds-")).resolve()
-    alone = threading.Lock()  # kinds of several GPUs are run one at a time
+    alone = threading.Lock()  # kinds that need several GPUs run one at a time
 
     def one(kind: Kind) -> bool:
         with alone if kind.gpus > 1 else threading.Lock():
@@ -245,7 +245,7 @@ def kind_names(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

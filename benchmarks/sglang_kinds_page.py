@@ -25,7 +25,7 @@ def rewritten(page: str, rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown, below the conditions of their runs."""
+    """Return a Markdown table of the rows, after a line with the GPUs and versions of the runs."""
     runs = {
         f"{row['gpu']}, memsaver {row['versions']['memsaver']}, "
         f"SGLang {row['versions'].get('sglang', 'unknown')}"

@@ -27,7 +27,7 @@ class Server:
     """A running server.
 
     Attributes:
-        url: its URL.
+        url: the server's URL.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
@@ -52,7 +52,7 @@ class Server:
             return 0, f"{type(error).__name__}: {error}"
 
     def disconnect(self, path: str, payload: Any, after: float) -> None:
-        """Send a request, and close the connection after `after` seconds without reading."""
+        """Send a request, and disconnect after `after` seconds without reading the response."""
         with contextlib.closing(self._connection(60)) as connection:
             self._send(connection, path, payload)
             time.sleep(after)

@@ -1,4 +1,4 @@
-"""Record a rollout engine and a trainer whose combined memory exceeds the GPU's.
+"""Record a timeline of a rollout engine and a trainer whose combined memory exceeds the GPU's.
 
     python benchmarks/shared_gpu.py [--steps 2] [--out benchmarks/results/shared_gpu.json]
 

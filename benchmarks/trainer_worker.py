@@ -152,12 +152,12 @@ class TrainerWorker(Worker):
         self._spent = 0.0  # of the current step, in transitions
 
     def train(self) -> dict[str, Any]:
-        """Train, and return the figures of each step.
+        """Train, and return the measurements of each step.
 
-        The result's "steps" contain, for each step, KEPT, the "seconds" of the step, "transitions"
-        (the seconds of all releases and restores), and "asleep_MiB" (the memory in use during the
-        sleep after the step). The releases and restores of the reference model are part of the
-        step.
+        The result's "steps" contain, for each step, the KEPT values, the step's "seconds",
+        "transitions" (the total seconds of all releases and restores), and "asleep_MiB" (the memory
+        in use during the sleep after the step). The releases and restores of the reference model
+        are part of the step.
         """
         self._used = DeviceMemory().used if self._device == "cuda" else lambda: 0
         trainer = self._trainer()

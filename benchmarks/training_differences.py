@@ -14,13 +14,13 @@ Steps = Sequence[Mapping[str, Any]]  # the figures of each step
 
 
 def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> list[str]:
-    """Return the figures that differ by more than FACTOR times the peer's own difference.
+    """Describe each figure that differs by more than FACTOR times the peer's own difference.
 
     Args:
         ours: the run with memsaver.
         theirs: the run with the peer.
         again: a second run with the peer.
-        keys: the names of the figures, which are numbers.
+        keys: the names of the figures to compare, which must be numbers.
     """
     found = []
     for key in keys:
@@ -31,7 +31,7 @@ def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> lis
 
 
 def largest(one: Steps, other: Steps, key: str) -> float:
-    """Return the largest difference between two runs' figures of the same step, or NaN."""
+    """Return the largest difference in `key` between the same steps of two runs, or NaN."""
     pairs = zip(one, other, strict=True)
     found = [abs(float(mine[key]) - float(others[key])) for mine, others in pairs]
     return math.nan if any(map(math.isnan, found)) else max(found)

@@ -24,7 +24,7 @@ from device_memory import DeviceMemory, Peaks
 from libraries import OURS
 from serve import Worker
 
-SAMPLES, GROUP, TOKENS = 16, 4, 48  # responses in a step, for each prompt, and their length
+SAMPLES, GROUP, TOKENS = 16, 4, 48  # responses per step and per prompt, and tokens per response
 CONTEXT = 256
 KEPT = ("loss", "reward", "grad_norm")  # logged by TRL, and equal in two runs
 PROFILED = 3  # calls: the first sleep, and the wake-ups of weights and KV cache that follow it
@@ -112,7 +112,7 @@ class GrpoWorker(Worker):
         self._seconds: list[float] = []
 
     def train(self) -> dict[str, Any]:
-        """Train, and return the figures of each step and the durations of each call.
+        """Train, and return the measurements of each step and the duration of each call.
 
         "steps": for each step, KEPT, a digest of the responses, and seconds.
         "calls": the name and the seconds of each sleep and wake-up.
@@ -230,7 +230,7 @@ class GrpoWorker(Worker):
         calls = (driver.pause, driver.resume)
         times = [workloads.timed_ms(functools.partial(call, "all")) for call in calls]
         driver.pause("all")
-        time.sleep(0.5)  # in which the driver clears the memory
+        time.sleep(0.5)  # the driver clears the memory during this time
         times.append(workloads.timed_ms(lambda: driver.resume("all")))
         driver.pause("all")
         return (

@@ -8,9 +8,9 @@ from typing import Any
 
 from engine_model import SMALL, Shape, save_checkpoint, write_config
 
-SHAPE = Shape(layers=28, hidden=2048, inter=6144, vocab=8192, heads=16)  # Qwen3-1.7B, fewer tokens
+SHAPE = Shape(layers=28, hidden=2048, inter=6144, vocab=8192, heads=16)  # Qwen3-1.7B, smaller vocab
 PROMPT = 32  # words of each prompt
-SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>", "\n")  # verl requires the last three of a Qwen3
+SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>", "\n")  # verl requires the last three for Qwen3
 TEMPLATE = (
     "{% for message in messages %}<|im_start|> {{ message['content'] }} <|im_end|> \n {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
@@ -19,7 +19,7 @@ MODEL, PROMPTS = "model", "prompts.jsonl"
 
 
 def save(folder: Path, *, small: bool, prompts: int) -> None:
-    """Write a checkpoint and prompts into a folder, once.
+    """Write prompts into a folder, and a checkpoint if the folder contains none.
 
     Args:
         folder: an existing folder.

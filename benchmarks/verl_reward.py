@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-FAILURE = "VERL_REWARD_FAILS_AFTER"  # a number of rewards, after which computing another raises
+FAILURE = "VERL_REWARD_FAILS_AFTER"  # the variable with the number of rewards before a failure
 
 _given = 0
 

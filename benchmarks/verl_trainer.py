@@ -1,7 +1,7 @@
 """Run verl's own trainer with one of the two memory savers, and read the trainer's reports.
 
-The trainer is `verl.trainer.main_ppo`: The trainer uses GRPO, a local Ray cluster, FSDP2, and
-SGLang on the same GPUs. verl's file log and its dump of the responses are read after the run.
+The trainer is `verl.trainer.main_ppo`, which uses GRPO, a local Ray cluster, FSDP2, and SGLang on
+the same GPUs. verl's file log and its dump of the responses are read after the run.
 `verl_watch`, which verl imports, records the requests to the engine.
 """
 
@@ -165,7 +165,7 @@ class Trainer:
             ) from None
 
     def wait_for_step(self, step: int, seconds: float) -> None:
-        """Wait until a step has ended. Raises Failed."""
+        """Wait until a step has ended. Raises Failed after `seconds` or if the trainer exits."""
         end = time.monotonic() + seconds
         while len(lines(self.results / METRICS)) < step:
             if self._process.poll() is not None or time.monotonic() > end:
@@ -221,8 +221,8 @@ class Found:
     Attributes:
         metrics: the metrics that verl reports for each step.
         responses: the sorted responses of each step, with their prompts and scores.
-        cycles: the durations of the release and the resumes in each step, in seconds.
-        sleeping: the bytes in use after each release of a step; None if NVML is missing.
+        cycles: the total duration of the release and the resumes in each step, in seconds.
+        sleeping: the bytes in use after the release in each step; None if NVML is missing.
         tokens: the capacity of the engine's KV cache, in tokens.
     """
 
@@ -234,7 +234,7 @@ class Found:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSON file; return none if the file does not exist."""
+    """Return the parsed complete lines of a JSON Lines file; none if the file does not exist."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

@@ -66,7 +66,7 @@ def saver_of(pids: Sequence[int]) -> str | None:
 
 
 def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the coroutine function, and record each call that succeeds."""
+    """Wrap a coroutine function to record each call that succeeds."""
 
     @functools.wraps(method)
     async def call(*args: Any, **keywords: Any) -> Any:
@@ -113,7 +113,7 @@ WATCHED: dict[str, Callable[[ModuleType], None]] = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """A finder that lets other finders import a watched module, and then starts to measure."""
+    """A finder that lets other finders import a watched module, and then starts to measure it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -37,7 +37,7 @@ PACKAGES = (
     "jsonschema-specifications==2025.9.1",
     "referencing==0.37.0",
     "rpds-py==2026.9.1",
-    "python-multipart==0.0.34",  # this and the next two: SGLang's HTTP server
+    "python-multipart==0.0.34",  # this and the next two are for SGLang's HTTP server
     "soundfile==0.14.0",
     "cffi==2.1.1",
 )
@@ -120,7 +120,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def main() -> None:
-    """Fetch, unpack and pack."""
+    """Write the archive."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,19 +7,21 @@ Qwen3-8B's shape and random weights, 16.4 GB, with CUDA graphs; its KV cache fil
 
 Measurements
     sleep     sleep at level 1 with the initial weights, without changes, and with all weights
-              changed in place before; wake-up of the weights and then of the KV cache; memory in
-              use while the engine sleeps; decoding before and after
-    decode    alternate decoding of two awake engines; only if it is selected
+              changed in place beforehand; wake-up of the weights and then of the KV cache; memory
+              in use while the engine sleeps; decoding before and after
+    decode    decoding, alternating between two awake engines; only if it is selected
 
 Each engine runs in a separate process. In `sleep`, the two engines use the GPU one after the other.
 Each step begins after a wait of --wait seconds. The driver clears released memory during this wait,
-so the clearing is not measured. All times are measured by the engine's caller. All values count.
+so the clearing is not measured. All times are measured by the engine's caller, and outliers are
+included.
 
 The checksums of the weights and the output before each sleep are compared with those after the
 wake-up. If an engine loses bytes, its measurement fails and produces no row.
 
 Host memory is touched first (--touch-gib), once for both engines; see pause_resume.py. Progress
-goes to stderr. After each part, prints a table and merges its rows into --output (see results.py).
+goes to stderr. Prints a table, and merges each row into --output as soon as it exists (see
+results.py).
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def why_not() -> str:
-    """Return a missing requirement; "" if there is none."""
+    """Describe the missing requirement; "" if there is none."""
     return "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = engine_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=24)
     made.set_defaults(only=["sleep"])
     add = made.add_argument

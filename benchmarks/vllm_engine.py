@@ -1,7 +1,7 @@
 """Run a vLLM engine in a separate process, with memsaver or with vLLM's own allocator.
 
-vLLM itself finds memsaver's plugin; MEMSAVER_VLLM=0 turns the plugin off. Every start is checked to
-ensure that all figures belong to the named allocator.
+vLLM itself finds memsaver's plugin; MEMSAVER_VLLM=0 turns the plugin off. Each start checks that
+the engine uses the named allocator.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ DEFAULTS = {
 
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables for all processes of an engine with the named allocator."""
+    """Return the environment variables of an engine with the named allocator."""
     found = DEFAULTS | inherited_without(DROPPED, inherited)
     found["MEMSAVER_VLLM"] = "1" if name == OURS else "0"
     return found
 
 
 def prefix(options: argparse.Namespace) -> str:
-    """Return the prefix of the metrics for the number of GPUs."""
+    """Return the metrics' prefix, which depends on the number of GPUs."""
     return "vllm_" if options.gpus == 1 else f"vllm_tp{options.gpus}_"
 
 
@@ -150,7 +150,7 @@ class EngineWorker(Worker):
         ]
 
     def _state(self) -> tuple[list[str], list[list[int]]]:
-        """Return checksums of the weights, and the output of one prompt at a time.
+        """Return checksums of the weights, and the output of the prompts, run one at a time.
 
         The prompts are not batched, because a batch might be scheduled differently each time, which
         changes the arithmetic.
@@ -158,7 +158,7 @@ class EngineWorker(Worker):
         return self._checksums(), self.generate(TOKENS // 8, at_once=1)
 
     def decode(self, times: int) -> dict[str, Any]:
-        """Return the tokens per second of `times` batches, after one uncounted batch."""
+        """Return the tokens per second of `times` batches, after one batch that is not included."""
         rates = []
         for _ in range(times + 1):
             begin = time.perf_counter()
@@ -167,11 +167,11 @@ class EngineWorker(Worker):
         return {"tokens_per_s": rates[1:]}
 
     def cycle(self, change: bool) -> dict[str, Any]:
-        """Sleep at level 1, and wake up, weights first; with `change`, change all weights first.
+        """Sleep at level 1, then wake weights and KV cache; if `change`, first change the weights.
 
         Returns the duration of each step in milliseconds, measured by the caller, and the memory in
-        use, in MiB, while the engine sleeps. In the result, "lost" explains why the weights or the
-        output count as lost.
+        use, in MiB, while the engine sleeps. In the result, "lost" reports a change of the weights
+        or of the output.
         """
         if change:
             old = self._checksums()
@@ -195,7 +195,10 @@ class EngineWorker(Worker):
         return {"times": found, "lost": f"changed: {', '.join(parts)}" if parts else ""}
 
     def tag_bytes(self) -> dict[str, Any]:
-        """Return the bytes of each tag, which requires memsaver's allocator."""
+        """Return the size of each tag in bytes: the largest size on any worker.
+
+        Requires memsaver's allocator.
+        """
         workers = self.engine.collective_rpc("bench_tag_bytes", args=([WEIGHTS, KV_CACHE],))
         return {tag: max(found[tag] for found in workers) for tag in (WEIGHTS, KV_CACHE)}
 

@@ -1,8 +1,8 @@
 """The layout of model weights in a trainer's and an engine's memory, computed without a GPU.
 
 A layout is a list of allocations in the order in which they are made. An allocation is a list of
-runs. A run is a sequence of consecutive bytes of a named checkpoint tensor. The columns of a tensor
-on one rank have a separate name, because they are not consecutive bytes of the whole tensor.
+runs. A run is a sequence of consecutive bytes of a named checkpoint tensor. A rank's columns of a
+tensor have their own name, because they are not consecutive bytes of the full tensor.
 
 The engines are SGLang and vLLM with unquantized weights. In these engines, q, k and v are rows of
 one tensor, gate and up are rows of another tensor, and the experts of a layer are stacked. Trainers

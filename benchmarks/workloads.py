@@ -1,4 +1,4 @@
-"""Create the measured tensors and their contents. Only functions import torch."""
+"""Create the measured tensors and their contents. Importing this module does not import torch."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ Run this program only after a change in csrc/kernels/. Its result, fingerprint.f
 repository, and every build embeds this file in libmemsaver.so. The file fingerprint.fatbin.json
 contains the hashes of the sources, which a test checks.
 
-The program uses three NVIDIA programs from CUDA_HOME or PATH. If these are missing, the programs
-are installed from PyPI into build/cuda:
+The program uses three NVIDIA programs from CUDA_HOME or PATH. If any is missing, the programs are
+installed from PyPI into build/cuda:
 
     nvcc       compiles C++ to PTX, for the lowest architecture that this nvcc supports
-    ptxas      compiles PTX to machine code; must be of CUDA 12.8 or 12.9, because drivers of CUDA
+    ptxas      compiles PTX to machine code; must be from CUDA 12.8 or 12.9, because drivers of CUDA
                12 before 12.8 cannot read the output of ptxas 13 (ELF ABI 8)
     fatbinary  combines the results in one uncompressed file, because older drivers do not support
                all compressions
@@ -40,8 +40,8 @@ ENTRY = "ms_fingerprint"
 
 PTX_VERSION = "8.0"  # of CUDA 12.0, whose driver is 525
 PTX_TARGET = 70
-# Machine code runs on its GPU and on later ones of the same generation: 80 on 87 and 88 too, 100 on
-# 103, 120 on 121.
+# Machine code also runs on later GPUs of the same generation: 80 on 87 and 88, 100 on 103, 120 on
+# 121.
 MACHINES = [70, 75, 80, 86, 89, 90, 100, 120]
 
 NVCC_OPTIONS = ["-std=c++17", "-O3", "-ptx"]
@@ -101,7 +101,7 @@ def _version(program: Path) -> str:
 
 
 def _toolkit() -> Path | None:
-    """Return the folder with the programs of a CUDA toolkit, or None."""
+    """Return a CUDA toolkit's folder that contains all three programs, or None."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = [Path(home) / "bin" for home in homes if home]
     nvcc = shutil.which("nvcc")

@@ -1,8 +1,8 @@
 """Create the development environment: `python build_support/make_venv.py .venv`.
 
 If torch is installed for this interpreter, the environment and the tests use this installation,
-because no other build might support the machine's GPU. Otherwise, the tests install the pinned
-version. The file `test-extra` in the environment contains the name of the extra to install,
+because no other build might support the machine's GPU. Otherwise, the extra `test` installs the
+pinned version. The file `test-extra` in the environment contains the name of the extra to install,
 `test-base` or `test`.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
             f"{target} exists, and `make` did not create it. Remove it, or name another folder: "
             "`make VENV=.venv-make ...`."
         )
-    if sys.version_info < (3, 10):  # noqa: UP036 - a clear message for older ones
+    if sys.version_info < (3, 10):  # noqa: UP036 - a clear message for older versions
         sys.exit(f"memsaver needs Python 3.10 or newer; {sys.executable} is {sys.version}")
     if find_spec("ensurepip") is None:
         sys.exit(
@@ -52,7 +52,7 @@ def main() -> None:
         system_site_packages=has_torch and not nested, clear=True, symlinks=True, with_pip=True
     ).create(target)
     if has_torch and nested:
-        # An environment created from an environment would use the base installation.
+        # An environment created from another environment would use the base installation.
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         paths = "\n".join(site.getsitepackages())
         (target / "lib" / version / "site-packages" / "outer.pth").write_text(paths + "\n")

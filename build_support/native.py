@@ -2,8 +2,8 @@
 
 Environment:
     CXX                    the compiler; the default is g++ or, if g++ is missing, c++
-    MEMSAVER_CXXFLAGS      additional flags of every compilation
-    MEMSAVER_LDFLAGS       additional flags of every link
+    MEMSAVER_CXXFLAGS      additional flags for every compilation
+    MEMSAVER_LDFLAGS       additional flags for every link
     MEMSAVER_WERROR=1      treat warnings as errors
     MEMSAVER_BY_FOLDER=1   compile the sources of each folder together (see `Variant.by_folder`)
     MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for the folder of nvidia-cuda-runtime;
@@ -102,12 +102,12 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to build the artifacts, in a separate build folder.
+    """A configuration of the build, with a separate build folder.
 
     `cxxflags` and `ldflags` are added after all other flags. With `shared_runtime`, all artifacts
     use the process's C++ runtime, because a sanitizer must observe this runtime. With `by_folder`,
-    the sources of a folder are compiled together. `by_folder` reduces the time of a whole build to
-    a third, but each change recompiles a whole folder. `sources` maps the name of an artifact to
+    the sources of a folder are compiled together. `by_folder` reduces the time of a full build to
+    a third, but each change recompiles an entire folder. `sources` maps the name of an artifact to
     additional sources.
     """
 
@@ -336,7 +336,7 @@ def _escape(path: str) -> str:
 
 
 def install_file(source: Path, target: Path) -> None:
-    """Copy a changed file with a rename, because a process might have mapped the old file."""
+    """Replace a changed file by a rename, because a process might have mapped the old file."""
     if target.is_file() and target.read_bytes() == source.read_bytes():
         return
     target.parent.mkdir(parents=True, exist_ok=True)

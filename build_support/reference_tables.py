@@ -2,7 +2,7 @@
 
 usage: reference_tables.py     writes the tables between the markers in the pages
 
-A page's `:::` directives contain its names. The site replaces each directive with a whole
+A page's `:::` directives contain its names. The site replaces each directive with a complete
 docstring.
 """
 
@@ -168,7 +168,7 @@ def first_sentence(paragraph: str) -> str:
 def table(page: str) -> str:
     """Return the Markdown table of a page's names.
 
-    If calls of the page return documented objects, a second table lists these objects.
+    If calls on the page return documented objects, a second table lists these objects.
     """
     calls, results = [], []
     for name, found in names_of(page):
@@ -181,7 +181,7 @@ def table(page: str) -> str:
 
 
 def rewritten(page: str) -> str:
-    """Return the text of a page with a current table."""
+    """Return the text of a page with an updated table."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table(page)}\n{END}{after}"

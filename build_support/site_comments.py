@@ -1,4 +1,4 @@
-"""A mkdocs hook that uncomments the HTML comments in pages that begin with `site`.
+"""A mkdocs hook that uncomments the HTML comments that begin with `site`.
 
 These comments contain directives and included files. Only the site can expand the directives, so
 the comments hide the directives from readers of the repository.

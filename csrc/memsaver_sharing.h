@@ -114,8 +114,8 @@ MS_API ms_status ms_foreign_span_reserve(int device, uint64_t bytes, ms_foreign_
 MS_API ms_status ms_foreign_span_map(ms_foreign_span* span, const ms_foreign_extent* extents,
                                      size_t count, ms_error* error);
 
-/* Waits for work on the devices, then unmaps and releases the extents at `offsets`. If there are no
- * offsets, the function only waits. Ignores offsets at which no memory is mapped. After an error,
+/* Waits for work on the devices, then unmaps and releases the extents at `offsets`. If `count`
+ * is 0, the function only waits. Ignores offsets at which no memory is mapped. After an error,
  * the call may be repeated. */
 MS_API ms_status ms_foreign_span_unmap(ms_foreign_span* span, const uint64_t* offsets, size_t count,
                                        ms_error* error);

@@ -170,7 +170,7 @@ MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stre
 
 /* Like ms_transition_wait_stream, but makes the work wait only for the contents of `ranges`, that
  * is, for the resume's copies into these ranges and all copies queued before them. If an address is
- * outside the memory that is being resumed, the work waits for all copies. If there are no ranges,
+ * outside the memory that is being resumed, the work waits for all copies. If `range_count` is 0,
  * the work waits for no copies, but the call still returns only when all copies are queued.
  * `stream` points to a CUstream; if `stream` is NULL, the calling thread waits.
  * Errors: the errors of ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails while this

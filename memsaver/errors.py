@@ -64,7 +64,7 @@ class MemsaverError(RuntimeError):
         cuda_error: the CUresult of `call`, or 0 if no driver call failed.
         call: the CUDA driver call that failed, or "".
         os_error: the errno of the file operation that failed, or 0.
-        tag: the first 127 bytes of the name of the affected tag, or "".
+        tag: the first 127 bytes of the affected tag's name, or "".
     """
 
     os_error: int = 0
@@ -207,8 +207,8 @@ _STATUSES: dict[int, tuple[str, type[MemsaverError]]] = {
 }
 
 
-# Called with each new error that the C ABI returns, to add facts that need the native library: the
-# holders of memory (`_memory.shortages`), a tag with a similar name (`_runtime.native`).
+# Called with each new error that the C ABI returns, to add facts that need the native library, such
+# as the holders of memory (`_memory.shortages`) or a tag with a similar name (`_runtime.native`).
 completions: list[Callable[[MemsaverError], None]] = []
 
 

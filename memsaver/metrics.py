@@ -30,13 +30,15 @@ class _Figure(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The field's name, except that `memsaver_host_bytes` is the total of all tags."""
+        """The metric's name. Backup sizes have a longer prefix, because `memsaver_host_bytes` is
+        the total of all tags.
+        """
         in_use_for_backups = self.field in ("host_bytes", "disk_bytes", "peer_bytes")
         return f"memsaver_backup_{self.field}" if in_use_for_backups else f"memsaver_{self.field}"
 
 
 def _figures() -> Iterator[_Figure]:
-    """Yield the figures of the statistics.
+    """Yield a metric for each statistic.
 
     All counts are Prometheus counters. Totals that also exist for the last transition are counters
     too: for example, `paused_bytes` is one, because `last_paused_bytes` exists.

@@ -3,7 +3,7 @@
 Each process exits before the next process starts, so at most one process has a backup at a time.
 First pauses are measured in separate processes. Each library's last process also runs the later
 cycles. In memsaver's process, a plain copy to or from pinned memory precedes each pause and each
-resume of changed contents. The copy has the same size.
+resume of changed contents. Each copy has the same size as the contents.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Tensors:
 
     @staticmethod
     def _segments() -> dict[int, int]:
-        """Return the addresses and bytes of torch's segments in pools other than its own."""
+        """Return the addresses and sizes of torch's memory segments outside its default pool."""
         import torch
 
         return {
@@ -158,7 +158,7 @@ class Discarding(Worker):
 def take_turns(
     children: Sequence[Child], workload: str, cycles: int, gap: float, rounds: int = 1
 ) -> tuple[Times, Times]:
-    """Return each child's durations with and without the wait.
+    """Return each child's durations, with and without a wait before each resume.
 
     With the wait, the children take turns cycle by cycle. Without the wait, the children take turns
     in `rounds` rounds. At the end, the memory of all children is paused.

@@ -33,7 +33,7 @@ DIRECT = f"direct I/O, {THREADS} threads"
 
 
 class Disk(Worker):
-    """Measure pauses and resumes with a backup on disk."""
+    """A worker that measures pauses and resumes with a backup on disk."""
 
     def __init__(self, name: str, directory: str) -> None:
         workloads.start_cuda()

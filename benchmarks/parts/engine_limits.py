@@ -6,7 +6,7 @@ after the engine has exited:
     sleep_unchanged_ms    bare driver calls that unmap and release all memory
     sleep_changed_ms      a plain pinned copy of the weights to the host; the cache can be released
                           during the copy
-    wake_weights_ms       the same copy back; the memory can be mapped during the copy
+    wake_weights_ms       the same copy to the device; the memory can be mapped during the copy
     wake_kv_ms            bare driver calls that allocate and map the cache
 """
 

@@ -3,7 +3,7 @@
 The calls and their order come from the frameworks' sources; see framework_steps.py. A small SGLang
 engine with memsaver's plugin performs the engine's calls. A trainer in another process performs the
 trainer's calls, and sends its weights to the engine as CUDA IPC handles. The library of the package
-torch_memory_saver is preloaded into this process. The folder of --calls-dropin contains memsaver
+torch_memory_saver is preloaded into the trainer. The folder of --calls-dropin contains memsaver
 and memsaver's package torch_memory_saver:
 
     pip install --no-deps --target FOLDER . ./integrations/torch_memory_saver
@@ -39,7 +39,7 @@ from sglang_engine import DROPPED, engine_process, why_no_peer
 from memsaver._runtime.whole_files import replace_file
 
 RESULTS = results.DEFAULT_PATH.with_name("framework_calls.json")
-LIBRARY = "torch_memory_saver_hook_mode_preload_cu13.abi3.so"  # the first that slime looks for
+LIBRARY = "torch_memory_saver_hook_mode_preload_cu13.abi3.so"  # the first name that slime looks for
 FRACTION = 0.4
 PLAIN_TRAINER = "lightrft"  # a framework whose trainer has no memory saver
 CALL_SECONDS = 60
@@ -62,7 +62,7 @@ class Replay:
     Args:
         name: the memory saver that the engine and the trainer use.
         framework: the framework's name.
-        options: the options of the command line.
+        options: the command-line options.
         stack: the exit stack that stops the processes.
     """
 

@@ -52,7 +52,7 @@ def train(name: str, options: argparse.Namespace) -> Found:
 
 
 def column(found: Found, key: str) -> list[float]:
-    """Return a figure of each step except the first, which creates the optimizer's states."""
+    """Return `key` of each step except the first, which creates the optimizer's states."""
     return [float(step[key]) for step in found["steps"][1:]]
 
 

@@ -4,8 +4,8 @@ After each generation, TRL puts the engine to sleep at level 2. Later, TRL wakes
 memory, sends new weights, and wakes the KV cache. The same training runs once with memsaver and
 once with vLLM's own allocator, in two consecutive processes. The losses, rewards, gradients and
 responses of each step must be identical. If they differ, the training with the peer runs a second
-time. The figures are still used if the peer's two runs also differ from each other, and if
-memsaver's figures in NUMBERS differ from the peer's by at most `training_differences.FACTOR` times
+time. The measurements are still used if the peer's two runs also differ from each other, and if
+memsaver's values of NUMBERS differ from the peer's by at most `training_differences.FACTOR` times
 the difference between the peer's runs. Otherwise, no row is written.
 """
 
@@ -40,7 +40,7 @@ class Found:
     """One training run.
 
     Attributes:
-        steps: the figures in COMPARED and the "seconds" of each step.
+        steps: the values of COMPARED and the "seconds" of each step.
         cycles: the seconds of each sleep and of the wake-ups that follow the sleep.
         calls: the name and the seconds of each sleep and wake-up, in order.
         peak: the peak of the GPU's memory use, in MiB.
@@ -87,7 +87,7 @@ def cycles_of(calls: Sequence[tuple[str, float]]) -> list[float]:
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Describe the figures that differ between two runs, such as "step 2: loss 1.0, 1.1"."""
+    """Describe the values that differ between two runs, such as "step 2: loss 1.0, 1.1"."""
     return [
         f"step {number}: {key} {mine[key]}, {others[key]}"
         for number, (mine, others) in enumerate(zip(one.steps, other.steps, strict=True), 1)

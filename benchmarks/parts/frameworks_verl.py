@@ -3,11 +3,11 @@
 verl releases the engine's memory after each generation, and resumes the weights before the weight
 update and the KV cache after it. The same training runs once with memsaver and once with
 torch_memory_saver. If the losses, rewards or responses differ, the training with the peer runs a
-second time. The figures are still used if the peer's two runs also differ from each other, and if
-memsaver's figures in SIZED differ from the peer's by at most `training_differences.FACTOR` times
-the difference between the peer's runs. Otherwise, no row is written. A row is also omitted if the
-engine and the trainer seem to have different weights, that is, if, with memsaver, their
-probabilities of the responses differ by more than MORE times the difference with the peer.
+second time. The measurements are still used if the peer's two runs also differ from each other, and
+if memsaver's values of SIZED differ from the peer's by at most `training_differences.FACTOR` times
+the difference between the peer's runs. Otherwise, no row is written. No row is written either if
+the engine and the trainer seem to have different weights: their probabilities of the responses
+differ, with memsaver, by more than MORE times the difference with the peer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ PEER = PEERS[DEFAULT]
 START_SECONDS = 300  # limit for the start of Ray, the trainer and the engine
 STEP_SECONDS = 20
 FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
-EXIT_SECONDS = 60  # in which an interrupted trainer exits
-FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
+EXIT_SECONDS = 60  # limit for an interrupted trainer to exit
+FLAT_MIB = 64  # limit for the change of the memory in use over cycles of sleep and wake-up
 WARM = 5  # cycles after which the memory must be flat
-SIZED = ("actor/grad_norm", "critic/score/mean")  # figures whose differences are compared in size
+SIZED = ("actor/grad_norm", "critic/score/mean")  # values whose differences are compared in size
 COMPARED = ("actor/pg_loss", *SIZED)  # the loss is about 0 unless a response ends early
 # verl's mean difference between the engine's and the trainer's probabilities of the responses.
 PROBABILITIES = "training/rollout_probs_diff_mean"
@@ -142,7 +142,7 @@ def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1
 
 
 def peak_of_ended(place: Path, ran_with: Mapping[str, Any]) -> float | None:
-    """Return the peak, in MiB, of a finished run in this folder with the same settings."""
+    """Return the peak, in MiB, of a finished run in this folder under the same conditions."""
     path = place / ENDED
     ended = json.loads(path.read_text()) if path.exists() else {}
     return ended["peak"] if ended.get("ran_with") == ran_with else None
@@ -163,7 +163,7 @@ def train_in(place: Path, name: str, options: argparse.Namespace, chosen: Settin
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Describe the figures that differ between two runs, such as "step 2: name 1.0, 1.1"."""
+    """Describe the values that differ between two runs, such as "step 2: name 1.0, 1.1"."""
     found = []
     for number, (mine, others) in enumerate(zip(one.metrics, other.metrics, strict=True), 1):
         for key in COMPARED:
@@ -270,7 +270,7 @@ def rows(
 def fractions(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row for the largest gpu_memory_utilization with which two steps succeed."""
+    """Yield the rows for the largest gpu_memory_utilization with which two steps succeed."""
     largest: dict[str, tuple[float, int]] = {}
     for name in (OURS, DEFAULT) if options.peer else (OURS,):
         for fraction in sorted(options.verl_fractions):

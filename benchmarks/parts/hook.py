@@ -10,7 +10,7 @@ import results
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield hook_overhead.py's rows with the ratio and the keys that all rows have."""
+    """Yield hook_overhead.py's rows with all keys of `Measurement` and the ratio of results.py."""
     try:
         import hook_overhead
 

@@ -1,11 +1,11 @@
 """Measure host memory in excess of the backed-up bytes, while paused and after a resume.
 
-Each library runs in its own process. Each figure is the growth of host memory, in MiB, relative to
-the time before the first pause. The first figure is measured while 16 GB are paused, and excludes
-these 16 GB. The second figure is measured after a resume and, with memsaver, after trim(wait=True).
-The process's figures are used if they include the backup. Otherwise, the machine's figures are
-used, because memory that the driver pinned might be counted only there. The metrics host_machine_*
-are always the machine's figures. These metrics include page tables, memory that the driver retains,
+Each library runs in its own process. Each value is the growth of host memory, in MiB, relative to
+the time before the first pause. The first value is measured while 16 GB are paused, and excludes
+these 16 GB. The second value is measured after a resume and, with memsaver, after trim(wait=True).
+The process's values are used if they include the backup. Otherwise, the machine's values are used,
+because memory that the driver pinned might be included only in them. The metrics host_machine_* are
+always the machine's values. These metrics include page tables, memory that the driver retains,
 and the memory of other processes.
 """
 
@@ -46,9 +46,9 @@ class Host(Worker):
         return {"bytes": self._saved.bytes}
 
     def cycle(self) -> dict[str, Any]:
-        """Return host memory in MiB relative to `setup`.
+        """Pause, resume and trim; return the growth of host memory since `setup`, in MiB.
 
-        During a pause, the figure excludes the bytes of the contents. After the trim, the figure
+        During the pause, the value excludes the bytes of the contents. After the trim, the value
         includes all remaining memory.
         """
         self._saved.change()
@@ -59,7 +59,7 @@ class Host(Worker):
         trimmed = host_memory.in_use()
         process, machine = host_memory.growth(self._before, paused)
         left, machine_left = host_memory.growth(self._before, trimmed)
-        if process < self._saved.bytes / 2:  # the process's figures do not include the backup
+        if process < self._saved.bytes / 2:  # the process's values do not include the backup
             process, left = machine, machine_left
         return {
             "host_overhead_paused_MiB": in_mib(process - self._saved.bytes),
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         children = [stack.enter_context(Child("parts.host:Host", name)) for name in names]
         for child in children:
             with attempt(failures):
-                child.ready()  # later imports would change the machine's figures
+                child.ready()  # later imports would change the machine's values
         for child in children:
             with child, attempt(failures):
                 child.ask("setup")

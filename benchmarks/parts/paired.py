@@ -1,4 +1,4 @@
-"""Measure two builds of memsaver alternately, in the parts of paired.py.
+"""Measure two builds of memsaver alternately, for the parts of benchmarks/paired.py.
 
 Both builds run the workers of discarded.py, backed.py and swap.py, each build in its own processes
 with its folder on PYTHONPATH. The build that is measured first alternates from cycle to cycle. The
@@ -37,11 +37,11 @@ BUILDS = (BEFORE, AFTER)
 
 BENCH = "paired"
 SWAPPING_PAIRS = 2  # pairs of processes for swaps with backups
-MOST_SWAPS = 10  # swaps without a backup of each kind
+MOST_SWAPS = 10  # maximum number of swaps of each kind without a backup
 
 PLAIN = {"pause": "plain_out", "resume": "plain_in"}  # the copies that precede each call
 
-TRIMMED = 0.2  # the part of the values at each end that a trimmed mean leaves out
+TRIMMED = 0.2  # the fraction of the values at each end that a trimmed mean excludes
 
 Values = dict[str, list[float]]  # by child
 

@@ -1,15 +1,16 @@
 """Find an engine's largest KV cache, alone on the GPU and next to a trainer.
 
-Next to a trainer, the engine runs a whole step (see rl_engine.py). In this step, the trainer keeps
-a copy of the weights until the engine has received them. If the engine wakes in stages, the KV
-cache is resumed after this copy is released; if the engine wakes all at once, the cache is resumed
-before that. A KV cache fits if the engine starts, the step completes and the engine generates. The
-number of tokens is the capacity that the engine reports.
+Next to a trainer, the engine runs a complete step (see rl_engine.py). In this step, the trainer
+keeps a copy of the weights until the engine has received them. If the engine wakes in stages, the
+KV cache is resumed after this copy is released; if the engine wakes all at once, the cache is
+resumed before the copy is released. A KV cache fits if the engine starts, the step completes and
+the engine generates. The number of tokens is the capacity that the engine reports.
 
-The first engine has a small KV cache and is measured in all three ways. The remaining free memory
-determines the next size to try for each way (kv_search.py), with one engine per trial. The first
-trial of the peer, which wakes in stages, uses the number of tokens with which memsaver completed;
-further trials use fewer tokens.
+The first engine has a small KV cache and is measured in three configurations: alone, next to a
+trainer with a wake-up in stages, and next to a trainer with a wake-up all at once. The remaining
+free memory determines the next size to try for each configuration (kv_search.py), with one engine
+per trial. The peer, which wakes in stages, is first tried with the largest number of tokens that
+has fit so far with memsaver's staged wake-up; trials after a failure use fewer tokens.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ ALONE_PEER = "memsaver, the engine alone on the GPU"
 
 ALONE, STAGED, AT_ONCE, PEER_STAGED = "alone", "staged", "at once", "peer, staged"
 
-PROBE = 0.75  # mem_fraction_static of the first engine, with which all ways fit
+PROBE = 0.75  # mem_fraction_static of the first engine, which fits in all configurations
 FULL = 0.995  # mem_fraction_static of the others, so that the requested tokens are the limit
-PEER_TRIES = 3  # the number of engines of the peer, which may never complete
+PEER_TRIES = 3  # the maximum number of the peer's engines, which may never complete a step
 STATES = 1  # optimizer states, which are paused when memory is scarce
 STEP_SECONDS = 150  # the limit for a step; the peer's takes a minute
 
 
 @dataclass
 class Way:
-    """A way to use the GPU's memory, with its trials.
+    """A configuration of the engine and the trainer, with its trials.
 
     Attributes:
-        name: the way's name.
+        name: the configuration's name.
         saver: the engines' memory saver.
         search: the trials.
         given_up: the reason why no more trials follow, or "".
@@ -67,7 +68,7 @@ class Way:
 
 
 def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
-    """Try each of memsaver's ways in one engine; try the engine alone before the trainer exists."""
+    """Try memsaver's configurations with one engine, first alone, before the trainer exists."""
     own = [way for way in ways if way.saver == OURS]
     with engine(OURS, options, PROBE, 0) as (child, started):
         for way in sorted(own, key=lambda way: way.name != ALONE):
@@ -112,7 +113,7 @@ def engine(
 
 
 def ask(child: Child, way: Way) -> dict[str, Any]:
-    """Return a running engine's result for one way. Raises Failed if contents were lost."""
+    """Return an engine's result for one configuration. Raises Failed if contents were lost."""
     try:
         if way.name == ALONE:
             return child.ask("alone", within=STEP_SECONDS)
@@ -145,7 +146,7 @@ def proposal(way: Way, ways: Sequence[Way]) -> int | None:
 
 
 def look(ways: Sequence[Way], options: argparse.Namespace, failures: list[str]) -> None:
-    """Run trials of the ways in turn, until all ways are settled or the time has expired."""
+    """Run trials of all configurations in turn, until all are settled or the time has expired."""
     end = time.monotonic() + options.kv_seconds
     with attempt(failures):
         probe(ways, options)
@@ -163,7 +164,7 @@ def one_more(
     failures: list[str],
     end: float,
 ) -> bool:
-    """Run another trial of a way if useful and if time remains; return whether the trial ran."""
+    """Run a further trial of `way` if it is useful and time remains; return whether it ran."""
     tokens = proposal(way, ways)
     if tokens is None or time.monotonic() > end:
         return False
@@ -227,7 +228,7 @@ def measured(metric: str, ours: float, peer: str, theirs: float) -> dict[str, An
 
 
 def trials_of(way: Way) -> list[dict[str, Any]]:
-    """Return a way's trials in order, for the row's detail."""
+    """Return a configuration's trials in order, for the row's detail."""
     return [
         {"tokens": one.tokens}
         | ({"refused": one.why} if one.why else {"spare_MiB": (one.spare or 0) // MIB})

@@ -1,10 +1,10 @@
 """Measure the time that an RL step takes beyond its work: training, update and generation.
 
-The program rl_overhead.py defines a whole step. The overhead is the step's duration minus the
+`benchmarks/rl_overhead.py` defines a complete step. The overhead is the step's duration minus the
 duration of its work. The work is measured in steps whose stages begin and end with an idle device.
 The engine's weights have no backup, because the update overwrites them. The peer retains host
-memory, and runs its transitions one after the other. Each library's first two steps, which allocate
-backups, are not counted.
+memory, and runs its transitions one after the other. Each library's first step with an idle
+device and its first complete step are not counted.
 
 All losses, the engine's weights after each step and the trainer's memory at the end are compared.
 Libraries whose contents differ get no row.
@@ -31,7 +31,7 @@ from sglang_engine import running
 BENCH, METRIC = "rl_cycle", "rl_step_overhead_seconds"
 WORKER = "rl_overhead:Steps"
 STEP_SECONDS = 300  # the limit for a step
-LEAST = 0.001  # an overhead in seconds, so that noise cannot make it negative
+LEAST = 0.001  # the minimum overhead in seconds, because noise could make it negative
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Found:
 
     Attributes:
         work: the duration of each kind of work in each step with an idle device, in seconds.
-        whole: the duration of each whole step, in seconds.
-        calls: the duration of each call in each whole step, in milliseconds on the host.
+        whole: the duration of each complete step, in seconds.
+        calls: the duration on the host of each call in each complete step, in milliseconds.
         contents: the losses and checksums, in order.
     """
 
@@ -52,7 +52,7 @@ class Found:
 
     @property
     def overheads(self) -> list[float]:
-        """Return each whole step's overhead, its duration minus that of its work, in seconds."""
+        """Return each complete step's overhead, its duration minus that of its work, in seconds."""
         work = sum(statistics.median(self.work[stage]) for stage in WORK)
         return [round(max(LEAST, seconds - work), 4) for seconds in self.whole]
 

@@ -11,7 +11,7 @@ using the engine's own checksum. Because the seeds are the same, the engine's we
 update are also compared between the libraries. A library that loses contents gets no rows.
 
 The peer is measured with its default settings in SGLang, and once more with its option to retain
-host memory. With this option, there is a row only for the duration of the whole step.
+host memory. With this option, there is a row only for the total duration of the transitions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Found:
 
     Attributes:
         seconds: the duration of each stage in each step.
-        peaks: the peak of the GPU's memory in use in each stage of each step, in GiB.
+        peaks: the GPU's peak memory use in each stage of each step, in GiB.
         weights: the checksum of the engine's weights after each update.
         failed: the reason why the measurement ended early, or "".
     """
@@ -76,7 +76,7 @@ class Found:
 
 
 def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """Measure one library's steps until a failure; return no figures if contents were lost."""
+    """Measure one library's steps until a failure; return no values if contents were lost."""
     found = Found()
     try:
         with running(
@@ -108,7 +108,7 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
 
 
 def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows for whole steps and then one row for each measured stage."""
+    """Yield the rows for TOTAL and PEAK, and then one row for each measured stage."""
     if not ours.totals:
         return
     values = {
@@ -134,7 +134,7 @@ def milliseconds(found: Found | None, stage: str) -> list[float]:
 
 
 def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
-    """Return the row for whole steps, compared with the peer that retains host memory."""
+    """Return the row for TOTAL, compared with the peer that retains host memory."""
     row = compared(TOTAL, ours.totals, RETAINED, theirs.totals, theirs.failed)
     row["detail"]["peer_stages"] = theirs.seconds
     return row
@@ -153,7 +153,7 @@ def compared(
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows for rl_*, except those of the KV cache."""
+    """Yield the rows for rl_*, except rl_kv_tokens_* and rl_step_overhead_seconds."""
     end = time.monotonic() + options.step_seconds
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))

@@ -3,9 +3,9 @@
 The trainer allocates memory while the engine sleeps, and keeps a copy of the weights until the
 engine has received them. If the engine wakes all at once, it resumes all memory while the trainer
 still has its copy. If the engine wakes in stages, the weights are resumed and updated, the trainer
-drops its copy, and the KV cache is resumed. For each fraction, one engine tries both ways, first
-waking all at once. An engine that has run out of memory must keep running, wake up after the
-trainer has released its memory, and continue.
+drops its copy, and the KV cache is resumed. For each fraction, one engine tries both kinds of
+wake-up, first all at once. An engine that has run out of memory must keep running, wake up after
+the trainer has released its memory, and continue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRIC = "sglang_max_mem_fraction"
 STAGED, AT_ONCE = "staged", "at_once"
 PEER = "memsaver, waking all at once"
 
-Outcomes = dict[float, str]  # by fraction: "" if the way completed, else the problem
+Outcomes = dict[float, str]  # by fraction: "" if the wake-up completed, otherwise the problem
 
 
 class Waking(EngineWorker):
@@ -92,7 +92,7 @@ def try_one(
     failures: list[str],
     found: Mapping[str, Outcomes],
 ) -> None:
-    """Try both ways with one fraction; start a second engine if the first one terminates."""
+    """Try both wake-ups with one fraction; start a second engine if the first one terminates."""
     ways = [AT_ONCE, STAGED]
     while ways:
         with running(
@@ -116,7 +116,7 @@ def try_one(
 
 
 def rows(found: Mapping[str, Outcomes], failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row for the largest fractions; record a failure if one way never completed."""
+    """Yield the row for the largest fractions; record a failure if a kind never completed."""
     largest = {
         way: max((at for at, wrong in outcomes.items() if not wrong), default=None)
         for way, outcomes in found.items()

@@ -1,4 +1,4 @@
-"""Compare the decoding speed of two awake engines, one with memsaver, one without a saver.
+"""Compare the decoding speed of two awake engines, one with memsaver and one without a saver.
 
 Both engines share the GPU and have KV caches of the same size. The engines alternate, so changes in
 the GPU's speed affect both engines. memsaver's engine includes the guard against requests to a
@@ -25,7 +25,7 @@ KV_TOKENS = 32768
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row that compares METRIC with a plain engine."""
+    """Yield the row for METRIC."""
     wait_until_free(options.idle_mib)
     settings: dict[str, Any] = {"fraction": FRACTION, "tokens": KV_TOKENS}
     worker = f"{Cycling.__module__}:Cycling"

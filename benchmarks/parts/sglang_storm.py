@@ -55,7 +55,7 @@ PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)), [77] * 9
 TOKENS = 8
 CLIENTS = 24
 UPDATE_ATTEMPTS = 10
-MOST_WAITING = 16  # requests without an answer when a cycle begins
+MOST_WAITING = 16  # maximum number of unanswered requests when a cycle begins
 ASLEEP_SECONDS = 0.05
 
 Outcome = str  # "answered", "disconnected", "lost: ..." or "wrong: ..."
@@ -88,11 +88,11 @@ class Storm:
         self._server, self._models = server, models
         self._random = random.Random(1)
         self._updating, self._counting = threading.Lock(), threading.Lock()
-        self._begun = self._done = 0  # updates; after number k, the server has models[k % 2]
+        self._begun = self._done = 0  # update numbers; after update k, the server has models[k % 2]
         self.certain = 0
         self._statuses: dict[str, int] = {}
-        self.expected: list[list[list[int]]] = []  # of each model
-        # The kinds of requests, and how often each is sent in relation to the others.
+        self.expected: list[list[list[int]]] = []  # the tokens of each model
+        # The kinds of requests, each with its relative frequency.
         self.kinds: dict[str, tuple[int, Callable[[int], Outcome]]] = {
             "generation": (24, self._generate),
             "batch": (8, self._batch),

@@ -6,7 +6,7 @@ wakes up and generates. The switch ends when the awakened engine has generated i
 weights have backups in host memory.
 
 memsaver's engines wake up by themselves (MEMSAVER_SGLANG_ASLEEP=wake). torch_memory_saver's engines
-are resumed through SGLang. The first switch to each engine is not counted, because the memory for
+are resumed through SGLang. The first switch to each engine is not counted, because memory for
 backups is allocated during it. "A new engine" is the time that a new engine with the same model
 takes to start and generate its first token, with kernels already compiled and no weights to read.
 This time includes neither the start of the process nor its imports.
@@ -160,7 +160,7 @@ def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float, str]:
 
 
 def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
-    """Return the row that compares METRIC with the peer's values of that name."""
+    """Return the row that compares memsaver's switches with `theirs[values]`."""
     made = results.measurement(METRIC, ours["switch"], peer, theirs[values], bench=BENCH)
     made["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
     made["detail"]["memsaver_held"] = ours["held"]
@@ -190,7 +190,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
 
 
 def weights_mib(options: argparse.Namespace) -> float:
-    """Return the size of an engine's weights."""
+    """Return the size of an engine's weights in MiB."""
     tensors = checkpoint(SMALL if options.small else BIG)
     return sum(2 * math.prod(shape) for _, shape in tensors) / (1 << 20)  # bfloat16
 

@@ -125,7 +125,7 @@ def decode(child: Child, metric: str, options: argparse.Namespace, found: Found)
 
 
 def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each metric that both libraries have; print metrics of memsaver alone."""
+    """Yield a row for each metric that both libraries have; print those that only memsaver has."""
     ours = found.get(OURS, {})
     theirs = found.get(DEFAULT, {})
     for metric in (
@@ -164,7 +164,7 @@ def decode_row(ours: Found, theirs: Found) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows for sglang_*, except the row for the fraction."""
+    """Yield the rows for releases, resumes, starts and decoding."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
     found: dict[str, Found] = {}

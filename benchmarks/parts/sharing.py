@@ -89,7 +89,7 @@ def _expected(tensors: list[Any], seed: int) -> list[int]:
 
 
 class Sender(Worker):
-    """Owns tensors, in a shareable region or outside regions, and sends them."""
+    """A worker that owns tensors, in a shareable region or outside regions, and sends them."""
 
     def __init__(self, name: str, kind: str, in_region: bool) -> None:
         import memsaver
@@ -148,7 +148,7 @@ class Sender(Worker):
 
 
 class _Backend:
-    """The calls of a rollout engine's `Backend` to a `Receiver`.
+    """A rollout engine's `Backend` that sends weights to a `Receiver`.
 
     Attributes:
         receiver: the receiver's process.
@@ -192,7 +192,7 @@ class Receiver(Worker):
         _last_bytes(small), _samples(small)  # loads the kernels
 
     def read(self, data: str) -> dict[str, Any]:
-        """Unpickle and read tensors, timed; then read one byte of each MiB, not timed."""
+        """Unpickle and read tensors, and measure the time; then read one byte of each MiB."""
         pickled = base64.b64decode(data)
         start = time.perf_counter()
         self._received = pickle.loads(pickled)
@@ -201,7 +201,7 @@ class Receiver(Worker):
         return {"ms": took, "sums": _samples(self._received)}
 
     def load(self, payload: str) -> dict[str, Any]:
-        """Copy named tensors into the weights with these numbers."""
+        """Copy each tensor into the weight whose number is the tensor's name."""
         import torch
 
         from memsaver.integrations.engine.weights.payloads import named_tensors

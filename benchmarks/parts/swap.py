@@ -39,7 +39,7 @@ class Backed(Worker):
         return {"bytes": self._here.bytes}
 
     def turn(self, swap_first: bool) -> dict[str, Any]:
-        """Swap in one direction and then in the other; change all contents before each swap."""
+        """Swap in one direction, pause and resume in the other; change all contents before each."""
         found = {"plain": self._plain.both_ms()}
         for kind in ("swap", "calls") if swap_first else ("calls", "swap"):
             found[kind] = self._move(kind == "swap")

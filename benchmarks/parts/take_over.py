@@ -47,7 +47,7 @@ Step = tuple[str, Callable[[], object]]
 
 
 class Sides:
-    """A trainer and an engine with memory of the same size, mapped, in equal pieces.
+    """A trainer and an engine with mapped memory of the same size, in pieces of one size.
 
     The device's context must be current. Each measurement begins and ends with both sides mapped.
     At its end, each measurement checks that the engine's memory contains the trainer's bytes.
@@ -81,7 +81,7 @@ class Sides:
         )
 
     def asleep(self) -> Times:
-        """Take over the pages while the engine is paused, and leave the trainer paused."""
+        """Measure a takeover by a paused engine, including the trainer's pause."""
         trainer, engine = self.trainer, self.engine
         engine.pause()
         times = self._measured(
@@ -94,7 +94,7 @@ class Sides:
         return times
 
     def copied(self) -> Times:
-        """Copy the contents while the engine is resumed, and leave the trainer paused."""
+        """Measure the engine's resume, a copy of the contents, and the trainer's pause."""
         trainer, engine = self.trainer, self.engine
         engine.pause()
         times = self._measured(
@@ -149,7 +149,7 @@ class Pages(Worker):
         self._context.__enter__()  # until the process exits
 
     def cycle(self, piece_mib: int) -> dict[str, Any]:
-        """Return the times of each way, by step, for pieces of this size."""
+        """Return the times of each kind of transfer, by step, for pieces of this size."""
         sides = Sides(self._driver, self._total, piece_mib * MIB, self._gap)
         try:
             return {"awake": sides.awake(), "asleep": sides.asleep(), "copied": sides.copied()}
@@ -161,7 +161,7 @@ class Engine(Receiver):
     """A worker that copies received tensors, which are already mapped, into its weights."""
 
     def copy(self) -> dict[str, Any]:
-        """Return the time of the copy of all tensors."""
+        """Copy all tensors, and return the duration in milliseconds."""
 
         def copies() -> None:
             for weight, received in zip(self._weights, self._received, strict=True):
@@ -188,9 +188,9 @@ def rows(
     cycles: Mapping[int, Sequence[Mapping[str, Times]]],
     shares: Sequence[Mapping[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows from the copies' times and from each way's times by piece size.
+    """Yield the rows, computed from the copies' times and the transfers' times by piece size.
 
-    Without times of copies, the row of take_over_16GB_ms is omitted.
+    If `copies` is empty, the row of take_over_16GB_ms is omitted.
     """
 
     def best(way: str) -> tuple[int, list[float]]:

@@ -1,4 +1,4 @@
-"""Compare a backed-up tag of 16 GB on each of two GPUs with a tag of 16 GB on one GPU.
+"""Compare a backed-up tag that has 16 GB on each of two GPUs with a tag of 16 GB on one GPU.
 
 All cycles after the first are measured. All contents are changed between cycles. Each tag is
 measured in its own process, and the processes run one after the other.

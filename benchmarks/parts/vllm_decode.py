@@ -1,4 +1,4 @@
-"""Compare the decoding of two awake vLLM engines, with memsaver and with vLLM's own allocator.
+"""Compare decoding by two awake vLLM engines, one with memsaver, one with vLLM's own allocator.
 
 Both engines share the GPU and alternate, so changes in the GPU's speed affect both engines.
 """

@@ -102,7 +102,7 @@ def limits(options: argparse.Namespace, failures: list[str], sizes: Mapping[str,
 
 
 def rows(found: Mapping[str, Found], start: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each metric that both allocators have; print metrics of memsaver alone."""
+    """Yield a row for each metric that both allocators have; print those that only memsaver has."""
     ours, theirs = (found.get(name, {}) for name in (OURS, THEIRS))
     for metric in METRICS:
         if metric in ours and metric in theirs:

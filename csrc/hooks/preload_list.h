@@ -17,11 +17,11 @@
 //   - The variants ..._ptsz replace cudaMallocAsync and cudaFreeAsync in programs built with
 //     --default-stream per-thread, whose headers rename the functions. In these variants, stream 0
 //     is the thread's own stream.
-//   - cudaIpcGetMemHandle has no handle for memsaver's memory. Without the hook, the runtime would
-//     record an error, and torch would report it at a later, unrelated call.
+//   - cudaIpcGetMemHandle cannot return a handle for memsaver's memory. Without the hook, the
+//     runtime would record an error, and torch would report it at a later, unrelated call.
 //
 // These functions are not interposed:
-//   - cudaMallocFromPoolAsync names a pool that the caller creates, limits, shares and trims.
+//   - cudaMallocFromPoolAsync uses a pool that the caller creates, limits, shares and trims.
 //   - cudaMallocManaged and ...Host do not allocate device memory: their memory migrates or is on
 //     the host.
 //   - cudaMallocPitch, 3D and Array allocate rows, textures and mipmaps, whose layout the driver
@@ -31,7 +31,7 @@
 //     memory.
 //   - cudaDeviceReset does not change memory from the virtual-memory calls.
 //   - dlsym and dlopen need no hook: a program that looks up a library's own cudaMalloc gets that
-//     function, for allocations and frees alike. A changed dlsym would break other tools.
+//     function, for allocations and frees alike. An interposed dlsym would break other tools.
 //   - cuMemAlloc and cuMemCreate are the driver's own calls, which torch's expandable segments,
 //     Numba and statically linked runtimes use. This library itself uses the same calls.
 #ifndef MEMSAVER_HOOKS_PRELOAD_LIST_H_

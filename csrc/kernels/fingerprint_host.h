@@ -11,8 +11,8 @@
 
 namespace memsaver {
 
-// Adds the whole chunks in the first `size` bytes. Returns the number of added bytes. Builds with
-// sanitizers do not check this loop (build_support/variants.py).
+// Adds the complete chunks in the first `size` bytes. Returns the number of added bytes. Sanitizer
+// builds do not instrument this loop (build_support/variants.py).
 MS_FINGERPRINT_FUNCTION uint32_t add_chunks(uint64_t lanes[fingerprint::kLanes], const char* at,
                                             uint64_t size, const uint32_t* key) {
   using namespace fingerprint;
@@ -37,7 +37,7 @@ inline Digest fingerprint_of(const void* bytes, uint64_t size) {
   const uint32_t* const key = table->data();
   const char* const at = static_cast<const char*>(bytes);
   Digest digest{};
-  // The last chunk is added here, even if it is whole. Sanitizers check this access, but not the
+  // The last chunk is added here, even if it is complete. Sanitizers check this access, but not the
   // accesses in add_chunks(), and therefore detect a `size` that exceeds the memory.
   const uint32_t offset = size == 0 ? 0 : add_chunks(digest.lanes, at, size - 1, key);
   if (offset < size) {

@@ -85,8 +85,8 @@ inline void without_gil(Call call) {
   check(status, error);
 }
 
-// Returns whether the interpreter is exiting, so that only the calling thread can still run Python
-// code.
+// Returns whether the interpreter is exiting. If it is, only the calling thread can still run
+// Python code.
 inline bool is_exiting() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0;
@@ -153,8 +153,8 @@ class HandlersInWaits {
 };
 
 // Like without_gil(), but for a call that may wait for a tag. A signal handler's exception
-// propagates.
-// If `seconds` is not negative, each wait ends after about that time, with MS_INVALID_STATE.
+// propagates. If `seconds` is not negative, each wait ends after about that time, with
+// MS_INVALID_STATE.
 template <typename Call>
 inline void interruptibly(Call call, double seconds = -1) {
   ms_error error{};

@@ -25,9 +25,9 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Waits for the tags for at most about `seconds` seconds (negative: without a limit), then
-  // reserves them. Raises the errors of ms_reserve, InvalidStateError if the wait exceeds this
-  // time, and any exception from a signal handler.
+  // Waits up to about `seconds` seconds (negative: without a limit) for the tags, then reserves
+  // them. Raises the errors of ms_reserve, InvalidStateError if the wait exceeds this time, and any
+  // exception from a signal handler.
   void take() {
     if (tags_.empty() || reservation_) return;
     const std::vector<const char*> names = pointers(tags_);

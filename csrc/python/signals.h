@@ -5,7 +5,7 @@
 // each Python handler is replaced by a handler that only records the signal. These rules apply:
 //
 // - The handlers are called at the end of the outermost block that defers signals, or earlier in a
-//   kOpen block inside kBetween blocks.
+//   kOpen block that is nested in kBetween blocks.
 // - A signal that arrives several times is handled only once, like a signal that a process blocks.
 //   Otherwise, if handlers began transitions during which more signals arrived, the handler calls
 //   would multiply.
@@ -36,9 +36,9 @@ namespace py = pybind11;
 using Raised = std::optional<py::error_already_set>;
 
 enum class Deferral {
-  kWhole,    // defers until the end or a wait for a tag; a handler's exception ends it
+  kWhole,    // defers until the end or a wait for a tag; a handler's exception ends the wait
   kPatient,  // defers until the end, even while the block waits for a tag
-  kBetween,  // like kPatient, except in a kOpen block inside
+  kBetween,  // like kPatient, except inside a nested kOpen block
   kOpen,     // handlers run despite enclosing kBetween blocks; no effect on other kinds
 };
 

@@ -103,7 +103,7 @@ class Transition {
     });
   }
 
-  // If there is no stream, the calling thread waits.
+  // If `stream` has no value, the calling thread waits.
   void wait_ranges(const std::vector<Pair>& ranges, std::optional<uint64_t> stream) {
     const std::vector<ms_range> wanted = ranges_of(ranges);
     void* const waiting = stream ? pointer(*stream) : nullptr;

@@ -7,7 +7,8 @@
 // memory faults. cuMemAlloc's blocks are mappings without a reservation and are accessible from the
 // start. These blocks are in chunks, and blocks smaller than kGranularity share chunks.
 //
-// Every call requires the lock of state.h. A call that returns an error has no effect.
+// The caller of every function must own State::mutex (state.h). A function that returns an error
+// has no effect.
 #pragma once
 
 #include <cuda.h>
@@ -21,8 +22,8 @@
 
 namespace memsaver::sim {
 
-// The device argument of an access check for which access by any device suffices. Such access also
-// permits access by the host.
+// The device argument of an access check that succeeds if any device has access. In that case, the
+// host also has access.
 constexpr int kAnyDevice = -1;
 
 struct Range {
@@ -63,7 +64,7 @@ class AddressSpace {
   // Frees a reservation. The range must be exactly one reservation without mappings.
   CUresult free(Range range);
 
-  // Maps the whole memory. The range must be inside one reservation or several adjacent
+  // Maps all of `memory`. The range must be inside one reservation or several adjacent
   // reservations, and must be unmapped.
   CUresult map(Range range, std::shared_ptr<PhysicalMemory> memory);
   // Removes all mappings in a reserved range. The range need not contain a mapping, but no mapping
@@ -82,7 +83,7 @@ class AddressSpace {
 
   // Returns the mapping or block that contains `address`, or null if there is none.
   const Mapping* find(uint64_t address) const;
-  // Writes the memory of the range to `out`, in order. Returns false if a byte is unmapped, or if
+  // Writes the pieces of the range to `out`, in order. Returns false if a byte is unmapped, or if
   // `device` does not have the required access.
   bool pieces(Range range, int device, bool write, std::vector<Piece>* out) const;
   // Returns the reservation that contains `address`, or an empty range if there is none.

@@ -1,7 +1,8 @@
 // Stream captures: the recorded operations, and the calls that captures forbid.
 //
 // A capture records copies, memsets and host functions in the order of the calls. A replay runs
-// these operations one after the other on one stream. Every function requires the lock of state.h.
+// these operations one after the other on one stream. The caller of a function must own
+// State::mutex (state.h), unless the function is documented to need no lock.
 #pragma once
 
 #include <cuda.h>

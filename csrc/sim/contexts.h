@@ -1,6 +1,7 @@
 // Primary contexts, one per device, and each thread's stack of current contexts.
 //
-// Functions require the lock of state.h, except those that use only the calling thread's stack.
+// The caller of a function must own State::mutex (state.h), unless the function uses only the
+// calling thread's stack.
 #pragma once
 
 #include <cuda.h>

@@ -20,8 +20,8 @@ namespace memsaver::sim {
 // sim_granularity() has set another, and it is constant after cuInit.
 constexpr uint64_t kGranularity = 2ull << 20;
 uint64_t granularity();
-// Sets the unit. Must be called before cuInit. Requires the lock. Returns false if `bytes` is not a
-// power of two from the system's page size to kGranularity.
+// Sets the unit. Must be called before cuInit, with State::mutex (state.h) locked. Returns false if
+// `bytes` is not a power of two from the system's page size to kGranularity.
 bool set_granularity(uint64_t bytes);
 
 class DeviceMemory;
@@ -57,8 +57,8 @@ class PhysicalMemory {
   const bool counted_;
 };
 
-// The capacity and the accounting of a device. create() and occupy() need the caller's lock; the
-// other functions do not.
+// The capacity and the accounting of a device. The caller of create(), occupy() and free_bytes()
+// must own State::mutex (state.h); the other functions need no lock.
 class DeviceMemory {
  public:
   DeviceMemory(int ordinal, uint64_t capacity_bytes);
@@ -71,8 +71,9 @@ class DeviceMemory {
   // Allocates `size` bytes, a multiple of granularity(). Returns null if not enough memory is free.
   std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
                                          const CUmemAllocationProp& properties);
-  // Returns the memory of a descriptor that another process exported from the device with the same
-  // ordinal. The caller keeps ownership of the descriptor. Returns null for any other descriptor.
+  // Returns the memory of a descriptor that a process exported from the device with the same
+  // ordinal. The caller keeps ownership of the descriptor. Returns null for any other descriptor,
+  // or if a system call fails.
   std::shared_ptr<PhysicalMemory> import_file(int descriptor, uint64_t id);
   // Returns the ordinal of the device to whose memory the descriptor refers, or -1.
   static int ordinal_of(int descriptor);

@@ -1,5 +1,5 @@
-// Records violations and illegal accesses (see sim.h) for tests. Every function requires the lock
-// of state.h.
+// Records violations and illegal accesses (see sim.h) for tests. The caller of every function must
+// own State::mutex (state.h).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Counters and injected failures for each of the simulated driver's calls, by name. Every function
-// requires the lock of state.h.
+// Counters and injected failures for each of the simulated driver's calls, by name. The caller of
+// every function must own State::mutex (state.h).
 #pragma once
 
 #include <cuda.h>

@@ -1,7 +1,8 @@
 // Host memory that the simulated device can access without staging: pinned memory and registered
 // memory.
 //
-// Every call requires the lock of state.h. A call that returns an error has no effect.
+// The caller of every function must own State::mutex (state.h). A function that returns an error
+// has no effect.
 #pragma once
 
 #include <cuda.h>

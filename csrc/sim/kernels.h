@@ -21,7 +21,8 @@ bool is_kernel(const char* name);
 // a launch geometry that the kernel does not support.
 bool prepare_launch(unsigned blocks, unsigned threads, void* const* arguments, Operation* launch);
 
-// Records the ranges that the launch would read if it ran now. Requires the lock of state.h.
+// Records the ranges that the launch would read if it ran now. The caller must own
+// State::mutex (state.h).
 void note_reads(Operation* launch, int device);
 
 // Runs the launch with the lock released. Returns false and sets *culprit if the device cannot

@@ -63,8 +63,8 @@ struct sim_totals {
 };
 
 // Copies the reason for the failure of cuInit into buffer, truncated to size and zero-terminated.
-// The reason is an environment variable and its valid values, or a limit of the process. Returns
-// the length of the whole text, or 0 if cuInit has not failed.
+// The text names an environment variable and its valid values, or a system error and any limit of
+// the process that caused it. Returns the length of the full text, or 0 if cuInit has not failed.
 int sim_settings_problem(char* buffer, size_t size);
 
 // Makes the nth call (1: the next one) of the driver function `call`, and the times-1 calls after
@@ -72,7 +72,7 @@ int sim_settings_problem(char* buffer, size_t size);
 // ("cuMemCreate", not "cuMemAlloc_v2"). Several faults may be set for one name; each fault counts
 // every call. Returns 0, or -1 if the simulated driver has no such function or nth is 0.
 int sim_fail(const char* call, uint64_t nth, int code, uint64_t times);
-// Like sim_fail, but returns a number for sim_end_fault, or -1.
+// Like sim_fail, but returns the fault's number for sim_end_fault, or -1.
 int64_t sim_begin_fault(const char* call, uint64_t nth, int code, uint64_t times);
 // Removes the fault with this number, if it still exists.
 void sim_end_fault(int64_t number);
@@ -86,7 +86,7 @@ uint64_t sim_calls(const char* call);
 int sim_counts(struct sim_totals* totals);
 
 // Copies entry `index` of the list of violations and illegal accesses into buffer, truncated to
-// size and zero-terminated. Returns the length of the whole text, or -1 if `index` is past the end.
+// size and zero-terminated. Returns the length of the full text, or -1 if `index` is past the end.
 // The list contains the first 1000 entries. Violations are calls that remove memory from work in
 // progress. One kind is a cuMemUnmap of a range that queued or running operations access. Another
 // kind is a cuMemFree, cuMemFreeHost or cuMemHostUnregister of a range that new work accesses:
@@ -119,7 +119,7 @@ void sim_host_limit(uint64_t bytes);
 int sim_read(uint64_t address, void* buffer, uint64_t size);
 int sim_write(uint64_t address, const void* buffer, uint64_t size);
 
-// Delays the start of every copy, set, launch and host function (default 0).
+// Delays the start of every copy, memset, launch and host function (default 0).
 void sim_stream_delay(uint64_t microseconds);
 // Makes each copy take at least its size divided by this rate (in bytes per second; default 0: no
 // limit).
@@ -127,8 +127,9 @@ void sim_copy_rate(uint64_t bytes_per_second);
 // If `held` is 1, no stream starts another operation, and calls that wait for work keep waiting. If
 // it is 0, the streams continue.
 void sim_hold_streams(int held);
-// Stops operations that read or write this memory, and all later operations in their streams. The
-// range replaces the range of the previous call; a range of 0 bytes removes it.
+// Prevents operations that read or write any of the `bytes` bytes at `address` from starting, and
+// therefore also all later operations in the same streams. Each call replaces the range of the
+// previous call; if `bytes` is 0, no range is held.
 void sim_hold_memory(uint64_t address, uint64_t bytes);
 
 // If `gone` is 1, every later driver call returns CUDA_ERROR_DEINITIALIZED, as at process exit

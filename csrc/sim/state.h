@@ -74,9 +74,11 @@ State& state();
 // the state, but none of the threads.
 bool in_forked_child();
 
-// Reads the environment and creates the devices, once. Requires the lock.
+// Creates the devices, unless they exist. Requires the lock and an earlier successful call of
+// read_environment().
 CUresult initialize();
-// Reads only the faults from the environment, so that a fault can apply to cuInit itself.
+// Reads the environment and adds its faults, unless an earlier call succeeded. Faults are added
+// before initialize() so that a fault can apply to cuInit itself. Requires the lock.
 CUresult read_environment();
 
 }  // namespace memsaver::sim

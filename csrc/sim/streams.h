@@ -1,9 +1,10 @@
 // Streams: in-order queues of operations. Each stream has its own thread.
 //
-// Every function requires the lock of state.h; functions that are documented to wait release it. An
-// operation starts when its dependencies are complete. A context's legacy stream depends on all of
-// the context's blocking streams, and the blocking streams depend on the legacy stream. Streams
-// that were created with CU_STREAM_NON_BLOCKING are independent of the legacy stream.
+// The caller of a function must own State::mutex (state.h), unless the function is documented to
+// need no lock; functions that are documented to wait release the mutex. An operation starts when
+// its dependencies are complete. A context's legacy stream depends on all of the context's blocking
+// streams, and the blocking streams depend on the legacy stream. Streams that were created with
+// CU_STREAM_NON_BLOCKING are independent of the legacy stream.
 #pragma once
 
 #include <cuda.h>
@@ -78,8 +79,8 @@ class Streams {
   // Closes a stream. A closed stream accepts no operations and is removed when it is idle.
   void close(const StreamPtr& stream);
 
-  // Returns the stream of a handle, which may be a special value, or null if the handle is unknown.
-  // The special per-thread handle means the calling thread's stream in `current`.
+  // Returns the stream of a handle, or null if the handle is unknown. The handle may be a special
+  // value. The special per-thread handle means the calling thread's stream in `current`.
   StreamPtr find(CUstream handle, Context* current);
   // Returns all streams that run or may run operations, including closed streams that still have
   // work.
@@ -104,6 +105,7 @@ class Streams {
   void hold(bool held);
   void hold_memory(const Range& range);
 
+  // Returns whether the calling thread is running a host function. Needs no lock.
   static bool in_host_function();
 
  private:

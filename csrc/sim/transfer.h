@@ -22,13 +22,13 @@ struct Span {
 };
 
 // Finds the memory to which an address range currently refers, for `device` to read or write.
-// Returns false if a device address in the range is unmapped or inaccessible. Requires the lock of
-// state.h.
+// Returns false if a device address in the range is unmapped or inaccessible. The caller must own
+// State::mutex (state.h).
 bool resolve(const Range& range, int device, bool write, std::vector<Span>* spans);
 
 // Copies from `source` to `destination`, which must have equal sizes, without the lock. Returns
 // false if host memory was not readable or writable, or if the operating system was out of memory;
-// the bytes before that point have then been copied.
+// in that case, the bytes before that point have been copied.
 bool copy(const std::vector<Span>& destination, const std::vector<Span>& source);
 // Fills the spans with the lowest `width` bytes (1 or 4) of `value`; sizes must be multiples of
 // `width`. Filling with zeros returns the memory to the operating system. Returns false in the same

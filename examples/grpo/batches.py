@@ -1,4 +1,4 @@
-"""Convert a rollout to training rows, each a prompt and an answer, padded on the right."""
+"""Convert a rollout into training rows, each a prompt and an answer, padded on the right."""
 
 from __future__ import annotations
 

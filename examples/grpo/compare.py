@@ -10,7 +10,7 @@ from pathlib import Path
 
 from results import Results
 
-# The figures that depend only on seeds and settings; seconds and peaks depend on the machine.
+# Results that depend only on seeds and settings; durations and peaks depend on the machine.
 FIGURES = ("answers", "reward", "right", "loss", "gradient", "gap")
 
 

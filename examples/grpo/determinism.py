@@ -1,7 +1,7 @@
 """Make two runs with the same seeds bit-identical.
 
-Call `make_deterministic` on every rank before CUDA is used. The function sets one seed for all of
-torch, and selects kernels that always add numbers in the same order. The engine's settings are in
+Call `make_deterministic` on every rank before CUDA is used. The function sets torch's random seed
+and selects kernels that always add numbers in the same order. The engine's settings are in
 `engines.py`. These settings enable SGLang's batch-invariant kernels and a seed for each sample, and
 disable the prefix cache. Therefore, an answer depends neither on other prompts in the batch nor on
 earlier prompts.

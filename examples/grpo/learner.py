@@ -16,7 +16,7 @@ _LARGEST_GRADIENT = 1.0
 
 @dataclass(frozen=True)
 class Learned:
-    """The figures of a training step over all ranks.
+    """The metrics of a training step, over all ranks.
 
     Attributes:
         loss: the loss of the last pass.
@@ -31,7 +31,7 @@ class Learned:
 
 
 class Learner:
-    """A trainer of a model on rollouts. On several ranks, FSDP2 shards the model."""
+    """Trains a model on rollouts. On several ranks, FSDP2 shards the model."""
 
     def __init__(self, model: Any, settings: Settings, device: torch.device) -> None:
         self.model = model

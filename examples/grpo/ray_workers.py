@@ -177,7 +177,8 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool, nodes: int = 1) ->
         settings: the run's settings.
         ranks: the number of the trainer's ranks. Each rank has a GPU if the engine is SGLang.
         preload: whether to add `memsaver.preload_env()` to the environment of the engines' actors.
-        nodes: the number of parts of an engine; each part and its ranks are on one machine.
+        nodes: the number of parts into which each engine is divided. Each part is on one machine,
+            together with the trainer ranks whose GPUs it uses.
 
     Raises:
         SettingsError: the run cannot be divided among the ranks, or Ray has too few GPUs or CPUs.
@@ -248,8 +249,8 @@ def parts_of_engine(nodes: int, place: tuple[str, int]) -> list[dict[str, Any]]:
 def first_failure_or_all(calls: Sequence[Any], seconds: float) -> list[Any]:
     """Return the results of all calls, or raise an error as soon as one call fails.
 
-    If a part of an engine does not start, the calls to the other parts would wait for it
-    indefinitely.
+    If a part of an engine does not start, the calls to the other parts wait for it until they time
+    out.
 
     Raises:
         RayError: a call failed, or did not return in time.

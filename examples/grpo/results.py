@@ -26,8 +26,8 @@ class Step:
         gradient: the norm of its gradient.
         gap: see `Learned.gap`.
         answers: a digest of all tokens of all ranks' answers.
-        stages: the duration of each stage of the step in seconds, and the highest peak of all
-            ranks.
+        stages: for each stage of the step, the duration in seconds and the highest memory peak of
+            all ranks.
     """
 
     reward: float
@@ -45,7 +45,7 @@ class Results:
 
     Attributes:
         settings: the run's settings.
-        device: the name of its devices.
+        device: the name of the run's devices.
         ranks: the number of ranks.
         total_bytes: the memory of a device.
         steps: the steps, in order.
@@ -79,7 +79,7 @@ class Results:
             raise ValueError(f"{path} has no results of a run: {error}") from error
 
     def stages(self) -> dict[str, list[dict[str, float]]]:
-        """Return the figures of each stage in each step, in the order of first occurrence."""
+        """Return each stage's durations and memory peaks, in the order of first occurrence."""
         found: dict[str, list[dict[str, float]]] = {}
         for step in self.steps:
             for name, figures in step.stages.items():
@@ -88,7 +88,7 @@ class Results:
 
 
 def figures_of(reports: Iterable[StageReport]) -> dict[str, dict[str, float]]:
-    """Return the figures of a step's stages. Figures of a stage that ran twice are combined."""
+    """Return the duration and memory peak of each stage; repeated runs of a stage are combined."""
     found: dict[str, dict[str, float]] = {}
     for report in reports:
         known = found.get(report.stage.value, {"seconds": 0.0, "peak_bytes": 0})

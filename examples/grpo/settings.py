@@ -14,7 +14,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings that a run's results depend on, except the machine.
+    """A run's settings. The results depend only on these settings and on the machine.
 
     Attributes:
         engine: "sglang", "vllm", or "model": a copy of the model that generates in this process,
@@ -27,14 +27,15 @@ class Settings:
         answer_tokens: the maximum number of tokens in an answer.
         temperature: the sampling temperature.
         rate: the learning rate.
-        clip: the clipping range of the ratio of new to old probability.
+        clip: the clipping range for the ratio of the new to the old probability.
         passes: the number of optimizer steps on the same rollout.
-        rows: the number of sequences in a forward pass; the gradients of several passes are
-            accumulated.
+        rows: the number of sequences in a forward pass; the gradients of several forward
+            passes are accumulated.
         seed: the seed of the weights, the problems and the sampling.
-        model: "tiny", "small" or "0.6b" for a Qwen3 with random weights, or the folder of one.
+        model: "tiny", "small" or "0.6b" for a Qwen3 with random weights; or the folder of a
+            Qwen3 checkpoint.
         tp: the number of the engine's tensor-parallel ranks; 0 means all ranks.
-        memory_fraction: the fraction of the GPU for the engine's weights and KV cache.
+        memory_fraction: the fraction of the GPU's memory for the engine's weights and KV cache.
         attention: the engine's attention backend.
         bucket_mib: the size of the buckets in which weights are sent, in MiB.
         verify: the verification of sent weights: "off", "sampled" or "full".

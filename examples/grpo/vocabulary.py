@@ -69,6 +69,6 @@ class Vocabulary:
         return [self.start, *(self.ids[symbol] for symbol in text)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens: "." for the end token, "?" for any other non-symbol."""
+        """Return the text of tokens: "." for the end token, "?" for tokens without a symbol."""
         symbols = {number: symbol for symbol, number in self.ids.items()} | {self.end: "."}
         return "".join(symbols.get(int(token), "?") for token in tokens)

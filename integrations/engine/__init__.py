@@ -9,7 +9,7 @@ counts the requests in flight, and verifies new weights. An integration implemen
 |---|---|
 | `interface` | the calls that an engine implements, with their arguments and results |
 | `sleep` | `EngineController`: sleep, wake-up and generation in the right order |
-| `tags`, `status`, `reports`, `errors` | the terms of these calls |
+| `tags`, `status`, `reports`, `errors` | the tags, status, reports and errors of these calls |
 | `knowledge`, `requests` | the controller's state: released tags, requests in flight |
 | `messages`, `fields` | messages of an engine's processes, as JSON |
 | `imports`, `variables` | an engine's plugin: callbacks after imports, environment variables |

@@ -59,7 +59,7 @@ class _Waiter:
     """A held request.
 
     Attributes:
-        admitted: a future that is done once the tags are mapped.
+        admitted: a future that is done once the tags in `needs` are mapped.
         left: a future that is done once the request is no longer held.
         before: an earlier request that may still be held, or None.
     """
@@ -100,7 +100,7 @@ class Admission:
         self._released: frozenset[str] = frozenset()
         self._waiters: deque[_Waiter] = deque()  # in the order of their arrival
         self.changing = asyncio.Lock()
-        # By generation: the names that callers have aborted; None stands for all names.
+        # By generation: the ids that callers have aborted; None stands for all ids.
         self._generations: dict[Any, set[str | None]] = {}
         self._ignores_aborts = False
         self._polling: asyncio.Task[frozenset[str]] | None = None
@@ -135,7 +135,7 @@ class Admission:
         return self._released
 
     def abort(self, ids: Collection[str], every: bool = False) -> None:
-        """Record that a caller aborts all generations, or the generations with these names.
+        """Record that a caller aborts all generations, or the generations with these ids.
 
         Waiting generations fail, and refused ones are not sent again. The engine aborts the others.
         """

@@ -78,11 +78,11 @@ class ColocatedSession(StageOrder):
     session becomes idle. Entering either block again runs the remaining stages. After a failed
     pause, the trainer's memory is mapped. After a failed resume, the trainer's memory is paused and
     its backup is intact. The engine's own error describes the engine's state. After a failed
-    update, the trainer's weights are intact, but the engine's weights are unknown, and no block can
-    use the engine until the next rollout has updated its weights. If the pause that ran alongside
-    the update also failed, its error is added to the update's error as a note. After an exception
-    in a rollout's block, the engine stays awake until the next block. A call in the wrong order
-    raises `InvalidStateError` and changes nothing.
+    update, the trainer's weights are intact, but the engine's weights are undefined, and no block
+    can use the engine until the next rollout has updated its weights. If the pause that ran
+    alongside the update also failed, its error is added to the update's error as a note. After an
+    exception in a rollout's block, the engine stays awake until the next block. A call in the wrong
+    order raises `InvalidStateError` and changes nothing.
 
     During a training block, each rank resumes memory independently. If such a resume fails on a
     rank, this rank raises the error at the beginning of the block, in a forward pass, in the
@@ -126,8 +126,8 @@ class ColocatedSession(StageOrder):
         engine_keeps_weights: whether the engine keeps its weights during a sleep, as with SGLang's
             `enable_weights_cpu_backup`. If True, weights are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. If True, the engine
-            does not save its weights for a sleep that an update must follow, and does not restore
-            its weights before an update, even if the engine could save and restore them.
+            does not save its weights for a sleep that must be followed by an update, and does not
+            restore its weights before an update, even if it could save and restore them.
         update_options: the options of `RolloutEngine.update_weights`, or a function that returns
             the options for each update, such as the new version of the weights.
         timeout: the time limit for a stage on each rank, in seconds. Ranks wait for each other
@@ -242,8 +242,8 @@ class ColocatedSession(StageOrder):
     def send_weights(self) -> None:
         """Send the trainer's weights again to an engine that has lost them. A collective.
 
-        For `Restarts.send`. The engine sleeps while the trainer's model is resumed. A call between
-        blocks sends nothing immediately; the next rollout sends the weights.
+        Intended for `Restarts.send`. The engine sleeps while the trainer's model is resumed. A call
+        between blocks sends nothing immediately; the next rollout sends the weights.
 
         Raises: see `rollout`; `InvalidStateError` in `training()`, or if the session is closed.
         """
@@ -342,7 +342,7 @@ class ColocatedSession(StageOrder):
         try:
             mine = self._owner.acquire(blocking=False)
             error: MemsaverError | None = None
-            # The description determines the stages that this rank will run.
+            # Ranks with the same description run the same stages.
             what = (
                 f"{name}() of a session whose engine is {'' if self._is_current else 'not '}current"
             )

@@ -145,7 +145,9 @@ class SharedSleep:
     def asleep(
         self, tags: Tags = None, *, fence: bool = False, **options: Any
     ) -> Iterator[SleepReport]:
-        """Sleep during the block, and wake the same tags at its end, even after an exception.
+        """Put the engine to sleep during the block.
+
+        The same tags are woken at the end of the block, even after an exception.
 
         The arguments and errors are those of `sleep` and `wake_up`. The context manager yields the
         report of `sleep`. If the block fails on one rank, the engine is woken on all ranks, and
@@ -176,7 +178,7 @@ class SharedSleep:
     ) -> Iterator[list[SleepReport]]:
         """Wake the weights before a block that updates them; wake the other tags after the block.
 
-        The other tags are woken after the blocks of all ranks. The KV cache and the graphs can
+        The other tags are woken after the blocks of all ranks end. The KV cache and the graphs can
         therefore use the memory that the blocks of all ranks need for copies of the weights. If a
         block fails, every rank raises an error, the weights are mapped, and the other tags stay
         released. Recover by updating the weights again and calling `wake_up()`, or by calling
@@ -254,7 +256,7 @@ class SharedSleep:
             fence,
         )
 
-    @signals_deferred()  # between the calls of this engine's ranks and those of all ranks
+    @signals_deferred()  # no handler may run between the engine's call and the barrier
     def _change(
         self,
         what: str,

@@ -65,13 +65,13 @@ class StageOrder(StageRuns):
         except BaseException as error:
             self._overlap.forget()
             if not self._all_know_failure:
-                raise  # the other ranks may not end the pause now, so this rank must not wait
+                raise  # the other ranks might not end the pause, so this rank must not wait
             is_short = is_shortage(error)
             if not is_short:
                 with noting(error, "the pause of the optimizer's memory"):
                     self._end_pause()
                 raise
-            # The traceback, which keeps tensors alive, ends with this block.
+            # The traceback, which keeps tensors alive, is released at the end of this block.
         self._end_pause()
         if is_short:
             self._overlap.measure(self._update_engine)
@@ -112,7 +112,7 @@ class StageOrder(StageRuns):
             raise
 
     def _update_engine(self) -> bool:
-        """Send the trainer's weights to the engine; return whether this method woke its weights."""
+        """Send the trainer's weights to the engine; return whether any weights were woken."""
         woken = None
         if self._sleeps:
             options = _options(keep_weights=not self._rewrites)

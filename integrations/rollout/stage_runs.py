@@ -135,7 +135,7 @@ class StageRuns:
         If the handler of a signal that arrived before this call raises an exception, the exception
         replaces `error`, unless `error` is an interrupt or an exit. After an exception, the ranks
         can make another collective call if `_all_know_failure` is true. Otherwise, the other ranks
-        might not have raised an exception, or the group is lost.
+        might not have raised an exception, or the group is unusable.
         """
         self._all_know_failure = False
         try:

@@ -15,7 +15,7 @@ class Stage(str, Enum):
     # Entering a rollout:
     SETTLE = "settle"  # wait for the trainer's work on all ranks; empty torch's cache
     # All of the trainer's memory except the model's. With overlap, the pause begins at the end of
-    # RESUME_MODEL, and this stage comes after UPDATE and waits for its end.
+    # RESUME_MODEL, and this stage comes after UPDATE and waits for the end of the pause.
     PAUSE_OPTIMIZER = "pause_optimizer"
     RESUME_MODEL = "resume_model"  # if it is paused, for example between two successive rollouts
     WAKE_WEIGHTS = "wake_weights"  # the engine's
@@ -37,7 +37,7 @@ class RankStage:
     """The report of a stage on one rank.
 
     Attributes:
-        rank: the rank in the world.
+        rank: the rank in the world group.
         seconds: the duration of the rank's own part, excluding the wait for other ranks.
         peak_bytes: the peak memory use of all processes on the rank's device during the stage,
             sampled every few milliseconds; 0 if there is no driver.

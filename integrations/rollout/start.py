@@ -204,7 +204,7 @@ class EngineStart(SharedSleep):
         """Connect this rank to the ranks of its engine and of all other engines. A collective."""
         layout, timeout, refused = self.layout, self.timeout, None
         lanes = _LANE, *(Fence.LANE for _ in layout.dp_groups)
-        call = tuple(zip(lanes, layout.mesh_groups, strict=False))  # empty if they are unknown
+        call = tuple(zip(lanes, layout.mesh_groups, strict=False))  # empty if unknown
         try:
             self.together = Together(layout.tp_group, timeout, _LANE, call=call)
             self._connections.callback(self.together.close)

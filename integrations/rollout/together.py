@@ -22,7 +22,7 @@ from .pickles import PICKLES
 __all__ = ["GRACE_SECONDS", "Connection", "Together", "refuse"]
 
 # A connection that each rank of a mesh opens in a call, unless its group has only one rank. The
-# tuple contains its lane, and the ranks of each group along this dimension of the mesh.
+# tuple contains the connection's lane, and the ranks of each group along one dimension of the mesh.
 Connection = tuple[str, Sequence[Sequence[int]]]
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -66,7 +66,7 @@ class Together:
         group: a `torch.distributed` group; None or a group of one rank means only this process.
         timeout: seconds to wait for all ranks to make a call.
         lane: a name that separates these calls from concurrent ones; the same on all ranks.
-        refused: an earlier failure of this rank that all ranks must raise; or None.
+        refused: an earlier failure of this rank, or None. A failure is raised on all ranks.
         call: the list of all connections that each rank opens in the same call, in this order, even
             after a connection fails. Ranks that do not know their groups read this list from
             torch's store (see `refuse`). Empty if the connections are unknown.
@@ -76,7 +76,7 @@ class Together:
         ConfigError: a rank passed an invalid group or timeout. A rank with an invalid group spends
             at most `timeout` searching for the group in which other ranks are waiting for it.
         InvalidStateError, NotLoadedError: see `memsaver.distributed`. If a rank is not in the
-            group, only that rank raises the error; ranks that are waiting for it do so until
+            group, only that rank raises the error; any rank that expects its call waits until
             `timeout`.
     """
 
@@ -207,7 +207,7 @@ class Together:
 
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
-        """Exclude other threads' calls during the block; handle signals only in its attempts."""
+        """Exclude other threads' calls during the block; handle signals only in `Ranks.attempt`."""
         if self._channel is None:
             raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None

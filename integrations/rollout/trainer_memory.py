@@ -120,7 +120,7 @@ class TrainerMemory:
         return handle.resume(wait=False)
 
     def check(self) -> None:
-        """Check that the trainer's memory is still guarded, and that a pause would back it up.
+        """Check that all handles are open, and that a pause would back up the trainer's memory.
 
         Raises:
             InvalidStateError: the session or a handle was closed.

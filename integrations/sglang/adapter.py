@@ -49,9 +49,10 @@ class MemsaverAdapter:
     def region(self, tag: str, enable_cpu_backup: bool = False) -> memsaver.region:
         """Allocate tensors created during the block in `tag`, with a backup if requested.
 
-        See `memsaver.region`. Regions of one tag may have different policies, and each policy
-        becomes a part of the tag (`memsaver._transitions.parts`): a draft model's weights always
-        have a backup, but the main model's weights only on request (`draft_weights`).
+        See `memsaver.region`. Regions of one tag may have different policies, and the regions
+        with the same policy form a part of the tag (`memsaver._transitions.parts`): a draft model's
+        weights always have a backup, but the main model's weights only on request
+        (`draft_weights`).
 
         The region does not initialize cuBLAS, because SGLang derives the size of its KV cache from
         the memory that is free before its first matrix product, and runs no model while a tag is

@@ -147,9 +147,7 @@ class _Schedulers:
 
 
 def memory_tags(released: Any) -> frozenset[str]:
-    """Return the released tags that manage memory; GRAPH manages memory only if graphs are
-    pausable.
-    """
+    """Return the released tags that have memory; GRAPH has memory only if graphs are pausable."""
     tags = frozenset(released)
     return tags if settings.graphs_are_pausable() else tags - {GRAPH}
 
@@ -328,7 +326,7 @@ async def _discard(manager: Any, obj: Any, deadline: float) -> None:
     with _own_aborts(manager):
         for rid in rids:
             if getattr(obj, "parallel_sample_num", 1) > 1:
-                manager.rid_to_state.pop(rid, None)  # never sent: the samples have their own names
+                manager.rid_to_state.pop(rid, None)  # never sent: the samples have their own ids
             elif rid in manager.rid_to_state:
                 manager.abort_request(rid)
     now = asyncio.get_running_loop().time

@@ -28,8 +28,8 @@ class Answering:
         updater: the updater that handles the request.
         operation: either "release" or "resume".
         group: the ranks that handle the request together.
-        is_idle: whether memsaver itself made the request because the engine is idle. No client then
-            waits for a reply, so a failure is logged.
+        is_idle: whether memsaver itself made the request because the engine is idle. If so, no
+            client waits for a reply, and a failure is logged.
 
     Attributes:
         group: the ranks that handle the request together.
@@ -50,7 +50,7 @@ class Answering:
         return self._made([], [], Failure.of(error))
 
     def repeated(self) -> Any:
-        """Answer a request that does nothing with the previous answer."""
+        """Repeat the previous answer, for a request that has no effect."""
         before = last_answer(self._scheduler)
         return handlers.output_of(self._operation, "" if before is None else text_of(before))
 
@@ -61,7 +61,7 @@ class Answering:
         held: Collection[str] | None = None,
         lost: Collection[str] = (),
     ) -> Any:
-        """Answer a request that has released or resumed the tags; None leaves `held` unchanged."""
+        """Answer a request that released or resumed the tags; None keeps the previous `held`."""
         return self._made(tags, ranks, None, held, lost)
 
     def failed(

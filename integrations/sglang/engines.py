@@ -55,8 +55,8 @@ def connect(engine: Any, api_key: str | None = None) -> LocalEngine | ServedEngi
         api_key: the server's API key, or its admin key if it has one.
 
     Raises:
-        ConfigError: `engine` is none of these, or the URL or the key is invalid. The message
-            contains neither the URL nor the key.
+        ConfigError: `engine` has an unsupported type, or the URL or the key is invalid. The
+            message contains neither the URL nor the key.
         NotLoadedError: `engine` is a URL, and httpx is not installed.
     """
     if isinstance(engine, str):
@@ -137,7 +137,7 @@ class LocalEngine:
         self._abort([{"rid": rid} for rid in rids], timeout)
 
     def arguments(self, timeout: float) -> dict[str, Any]:
-        """Return the engine's arguments that concern its ranks, and its version if known."""
+        """Return the engine's arguments that a backend reads, and its version if known."""
         try:
             from sglang.version import __version__ as version
         except ImportError:
@@ -147,7 +147,7 @@ class LocalEngine:
         return {**{name: getattr(server_args, name, None) for name in names}, "version": version}
 
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
-        """Return the outputs for a `GenerateReqInput` with several prompts and these fields."""
+        """Return the outputs for a batch of prompts; `payload` has `GenerateReqInput`'s fields."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         manager = self._engine.tokenizer_manager

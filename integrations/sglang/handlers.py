@@ -43,7 +43,8 @@ __all__ = [
     "stash_of",
 ]
 
-# Attributes of the weight updater, which has the handlers. A stash exists only during a release.
+# Attributes of the weight updater, which has the handlers. A stash exists only while the
+# weights are released.
 _FIELDS = (
     "memory_saver_adapter",
     "offload_tags",
@@ -100,7 +101,7 @@ def output_of(operation: str, text: str, trouble: str = "") -> Any:
     Args:
         operation: either "release" or "resume".
         text: the answer from memsaver.
-        trouble: the reason for a failure, for versions whose replies report it, or "".
+        trouble: the reason for a failure, or ""; used by versions whose replies report it.
     """
     result = {"success": not trouble, "message": trouble} if reports_states() else {}
     return _reply(operation)(rid=text, **result)
@@ -168,8 +169,8 @@ def request_for(request: Any, tags: Sequence[str]) -> Any:
 def is_idle(updater: Any) -> bool:
     """Return whether the engine is idle, using the check of this version's own handler.
 
-    While generation is paused, waiting requests do not count, except in a pipeline, whose loop runs
-    them.
+    While generation is paused, waiting requests are ignored, except with pipeline parallelism,
+    because the pipeline's loop runs them even then.
     """
     scheduler = scheduler_of(updater)
     is_pipeline = ranks_in(effective_arguments(scheduler), "pp_size") > 1

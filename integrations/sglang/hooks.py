@@ -112,12 +112,12 @@ def left_out_by(name: str) -> tuple[str, ...]:
 
 
 def lacks_guard() -> bool:
-    """Return whether this version of SGLang lacks the method that installs the guard."""
+    """Return whether this version of SGLang lacks the method whose hook installs the guard."""
     return _GUARDED in _missing
 
 
 def _sleep_when_idle(result: Any, scheduler: Any) -> Any:
-    """Keep an idle engine's memory if it cannot refuse requests; see `idle_sleep`."""
+    """Make an idle engine release memory, unless it cannot refuse requests; see `idle_sleep`."""
     return result if unguarded.has_failed(scheduler) else idle_sleep.install(result, scheduler)
 
 

@@ -1,9 +1,9 @@
 """Releases an idle engine's memory after a timeout, in SGLang's scheduler processes.
 
-Only the rank that receives requests from the tokenizer manager measures the time. This rank adds
-its own message to the received requests before SGLang broadcasts them, so all ranks release memory
-at the same position in their sequence of requests. SGLang's hook for this purpose is the input
-blocker, which it calls after receiving requests and before broadcasting them. With several
+Only the rank that receives requests from the tokenizer manager measures the idle time. This rank
+adds its own message to the received requests before SGLang broadcasts them, so all ranks release
+memory at the same position in their sequence of requests. SGLang's hook for this purpose is the
+input blocker, which it calls after receiving requests and before broadcasting them. With several
 data-parallel schedulers, each scheduler releases its memory independently. With data-parallel
 attention, the first scheduler decides for all schedulers.
 """
@@ -102,7 +102,7 @@ class IdleSleep:
         self.inner = inner
         self._clock = clock
         self._look_at = 0.0
-        self._is_working = False  # on requests other than health checks
+        self._is_working = False  # on requests other than monitoring requests
         kept = getattr(effective_arguments(scheduler), "enable_weights_cpu_backup", False)
         graphs = settings.graphs_are_pausable()
         self._tags = (KV_CACHE, *([WEIGHTS] if kept else []), *([GRAPH] if graphs else []))
@@ -160,5 +160,5 @@ def _is_monitoring(request: Any) -> bool:
 
 
 def _stage_of(scheduler: Any) -> int:
-    """Return the number of a scheduler's pipeline stage."""
+    """Return the index of a scheduler's pipeline stage."""
     return int(getattr(parallel_of(scheduler), "pp_rank", 0) or 0)

@@ -53,8 +53,8 @@ def launch(
 ) -> SGLangBackend:
     """Start an engine.
 
-    Afterwards, restores this process's environment, start method for processes and signal handlers.
-    Variables that SGLang sets during its import, and SGLang's own variables (SGLANG_*,
+    Afterwards, restores this process's environment, multiprocessing start method and signal
+    handlers. Variables that SGLang sets during its import, and SGLang's own variables (SGLANG_*,
     PROMETHEUS_*), are not restored, because SGLang reads them again. Removes SGLang's signal
     handler, which would kill this process if one of the engine's processes died. Calls raise an
     `EngineError` instead.
@@ -100,7 +100,7 @@ def launch_node(
     timeout: float,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], None]:
-    """Start an engine's part on a host other than the first, which receives all requests.
+    """Start an engine's part on a host other than the first host, which receives all requests.
 
     Args:
         placement: the part's GPUs, and the address of the first host.
@@ -215,7 +215,7 @@ class _Signals:
         self._before = {number: signal.getsignal(number) for number in _TAKEN}
 
     def take(self, engine: Any, timeout: float) -> None:
-        """Make SGLang set its handlers now, then restore earlier handlers, but ignore SIGQUIT."""
+        """Make SGLang set its handlers now, then restore the earlier ones, but ignore SIGQUIT."""
         manager = engine.tokenizer_manager
         manager.signal_handler_class = _Deaf
 

@@ -2,9 +2,10 @@
 
 Torch's cache is always released to the driver; cuBLAS's workspaces are released if the engine
 captures no CUDA graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set
-and no code uses them while memory is released. The guard must therefore refuse requests, and no
-rank may use a setting that makes even an idle engine communicate. The communicators are resumed
-with the first memory: at the same time if enough memory is free for both, otherwise before it.
+and no code uses them while memory is released. The guard (guard.py) must therefore be installed to
+refuse requests, and no rank may use a setting that makes even an idle engine communicate. The
+communicators are resumed with the first tags: at the same time if enough memory is free for both,
+otherwise before the tags.
 """
 
 from __future__ import annotations

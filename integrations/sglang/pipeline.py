@@ -95,13 +95,13 @@ def is_installed(scheduler: Any) -> bool:
 
 
 def after_send(result: Any, scheduler: Any, *_: Any) -> Any:
-    """Run after `_pp_send_pyobj_to_next_stage`, on every stage except the last."""
+    """Run deferred work after `_pp_send_pyobj_to_next_stage`, on every stage except the last."""
     _run(scheduler)
     return result
 
 
 def after_input(result: Any, scheduler: Any, *_: Any) -> Any:
-    """Run after `process_input_requests`, on the last stage."""
+    """Run deferred work after `process_input_requests`, on the last stage."""
     if is_waiting(scheduler) and scheduler.pp_group.is_last_rank:
         _run(scheduler)
     return result

@@ -69,8 +69,8 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
 def _placed(gpus: Sequence[Gpu | None], dp_rank: int, adjacent: bool) -> Placement:
     """See `place`.
 
-    With `adjacent`, the engine's GPU numbers must be adjacent, because SGLang ignores `gpu_id_step`
-    between the stages of a pipeline.
+    With `adjacent`, the engine's GPU numbers must be consecutive, because SGLang ignores
+    `gpu_id_step` between the stages of a pipeline.
     """
     hosts = by_host(gpus)
     if not hosts:

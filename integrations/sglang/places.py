@@ -1,6 +1,6 @@
-"""The number of a scheduler process among all ranks of its engine.
+"""The rank of a scheduler process among all ranks of its engine.
 
-SGLang numbers ranks only within a tensor-parallel group. A process uses its number to choose a
+SGLang numbers ranks only within a tensor-parallel group. A process uses its rank to choose a
 payload and to join a group for weights, so processes of different pipeline stages or data-parallel
 replicas would choose the same payload and the same rank. This module numbers an engine's ranks by
 replica, then by stage, and then by rank in the tensor-parallel group.
@@ -41,10 +41,10 @@ class Place:
     """The position of this process among its engine's ranks.
 
     Attributes:
-        rank: the process's number among all ranks of the engine.
-        first: the number of the first rank in the process's tensor-parallel group.
+        rank: the process's rank among all ranks of the engine.
+        first: the engine-wide rank of the first process in the tensor-parallel group.
         width: the number of ranks in the tensor-parallel group.
-        size: the number of the engine's ranks.
+        size: the number of ranks in the engine.
         stages: the number of pipeline stages.
     """
 
@@ -55,7 +55,7 @@ class Place:
     stages: int
 
     def own(self, request: Any) -> Any:
-        """Return the request as SGLang reads it in this process, with the group's payloads only.
+        """Return a request with only the payloads of this process's tensor-parallel group.
 
         A request with payloads for a single tensor-parallel group is returned unchanged.
         """

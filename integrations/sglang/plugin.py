@@ -44,7 +44,7 @@ _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 _CLASS = "TorchMemorySaverAdapter"
 _SERVER = "sglang.srt.entrypoints.http_server"
 _NCCL = "NCCL_GRAPH_REGISTER"
-_CHANNELS = "12"  # NCCL's limit on the channels of each communicator; see docs/sglang.md
+_CHANNELS = "12"  # the limit on the channels of each NCCL communicator; see docs/sglang.md
 _logger = logging.getLogger("memsaver.sglang")
 
 

@@ -1,4 +1,4 @@
-"""Describe the state after a release or a resume that failed and was undone."""
+"""Describes the state after a release or a resume that failed and was undone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def troubles(ranks: Sequence[RankReport]) -> str:
 
 
 def lost_tags(undone: Sequence[RankReport], weights: bool) -> set[str]:
-    """Return the tags whose contents a release that was undone lost.
+    """Return the tags whose contents were lost by a release that was undone.
 
     Args:
         undone: the reports of the resume that undid the release.

@@ -1,4 +1,4 @@
-"""Release and resume in SGLang's scheduler processes, on all ranks or none, without fatal errors.
+"""Releases and resumes memory in SGLang's schedulers, on all ranks or none, without fatal errors.
 
 SGLang's handlers trust their caller: they assert that the engine is idle, raise a KeyError for a
 tag that is not released, and propagate the saver's exceptions. Each of these errors crashes the
@@ -238,7 +238,7 @@ def _release_by_another(
     tags: Sequence[str],
     answer: Answering,
 ) -> Any:
-    """Release with a different saver, for which memsaver only runs the checks."""
+    """Release memory with a different saver, for which memsaver only runs the checks."""
     if not tags:
         return answer.done([], [])
 

@@ -129,7 +129,7 @@ class ServedEngine(served.ServedEngine):
         return info
 
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
-        """See `ServedEngine`. SGLang's name for a prompt is "text"."""
+        """See `served.ServedEngine`. SGLang's name for a prompt is "text"."""
         names = {"prompt": "text"}
         fields = {names.get(key, key): one for key, one in payload.items() if one is not None}
         return super().generated(fields, timeout)

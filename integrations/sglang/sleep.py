@@ -17,7 +17,7 @@ class SleepController(EngineController):
 
     Every call skips tags that are already in the requested state. Calls that would crash the engine
     are rejected before the engine receives them. Such calls release memory that requests use, or
-    generate while that memory is released.
+    start a generation while that memory is released.
 
         engine = SleepController(sglang.Engine(enable_memory_saver=True, ...))
         engine.sleep(wait_idle=True)          # all tags; the trainer may use the memory
@@ -33,8 +33,8 @@ class SleepController(EngineController):
     `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
     and results are JSON, streams are not supported, and `timeout` limits the whole call, in seconds
     (by default an hour). For an engine in this process, `timeout` limits only the wait for other
-    threads' calls. In an `on_pause` or `on_resume` callback, pass a short timeout, because the
-    other thread may be waiting for the callback's tag.
+    threads' calls. In an `on_pause` or `on_resume` callback, pass a short timeout, because
+    another thread's call may be waiting for the callback's tag.
 
     Threads: any. Calls to `sleep` and `wake_up` are serialized; generations run concurrently. Do
     not call these methods in an event loop: use `await asyncio.to_thread(controller.sleep)`.
@@ -51,8 +51,8 @@ class SleepController(EngineController):
         timeout: the limit on queries of the engine's state, in seconds.
 
     Raises:
-        ConfigError: `engine` is none of these, a tag is unknown, or the timeout, the address or the
-            key is invalid. No message contains the key.
+        ConfigError: `engine` has an unsupported type, a tag is unknown, or the timeout, the address
+            or the key is invalid. No message contains the key.
         NotLoadedError: `engine` is a URL, and httpx is not installed.
         EngineError: the engine cannot be reached.
     """

@@ -1,4 +1,4 @@
-"""Release and resume in SGLang's tokenizer manager, with the schedulers' answers or errors."""
+"""Sends releases and resumes from SGLang's tokenizer manager; returns answers or raises errors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def request_release(manager: Any, obj: Any, request: Any = None) -> Awaitable[Sequence[Answer]]:
-    """Replace `TokenizerControlMixin.release_memory_occupation`; return the answers or raise."""
+    """Replace `TokenizerControlMixin.release_memory_occupation`; see `_change`."""
     _mark(obj)
     return _change(manager, "release", manager.release_memory_occupation_communicator, obj)
 
 
 def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[Sequence[Answer]]:
-    """Replace `TokenizerControlMixin.resume_memory_occupation`; return the answers, or raise."""
+    """Replace `TokenizerControlMixin.resume_memory_occupation`; see `_change`."""
     _mark(obj)
     return _change(manager, "resume", manager.resume_memory_occupation_communicator, obj)
 
@@ -42,8 +42,8 @@ def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[Seq
 def _mark(obj: Any) -> None:
     """Mark a request as STRICT if SGLang reports states, unless memsaver's controller sends it.
 
-    A client's request must not be marked as IDLE, because a scheduler would not reply to it, or as
-    one that undoes another request.
+    A client's request must be marked neither as IDLE, because a scheduler would not reply to it,
+    nor as a request that undoes another one.
     """
     if obj.rid in (IDLE, UNDO, UNDO_REWRITTEN):
         obj.rid = None
@@ -90,7 +90,7 @@ def _logged(operation: str, result: _Result) -> _Result:
 async def _completed(
     operation: str, lock: contextlib.AsyncExitStack, work: Awaitable[_Result]
 ) -> _Result:
-    """Run work that owns a lock, for a limited time even after the caller was cancelled."""
+    """Run work that owns a lock, for at most _GRACE_SECONDS after the caller is cancelled."""
 
     async def whole() -> _Result:
         async with lock:
@@ -117,7 +117,7 @@ async def _sent(
     obj: Any,
     tags: frozenset[str],
 ) -> _Result:
-    """Send a request, and record what is then released. The caller owns `admission.changing`."""
+    """Send a request, and record the released tags. The caller owns `admission.changing`."""
     if operation == "release" and tags - admission.released >= _WEIGHTS:
         admission.without_backup = without_backup(manager, obj)
     try:

@@ -1,9 +1,9 @@
-"""Make a release or a resume of data-parallel replicas take effect on all replicas or on none.
+"""Makes a release or a resume of data-parallel replicas take effect on all replicas or on none.
 
 The tokenizer manager, which receives the answers of all replicas, checks before a release that all
 replicas are idle. After a failure, it sends the opposite request with UNDO as its `rid`. Each
-replica then undoes its own last release or resume, unless that one failed or changed nothing. An
-undone release restores contents that have a backup.
+replica then undoes its own last release or resume, unless that one failed or changed nothing.
+Undoing a release restores the contents that have a backup.
 
 A replica cannot undo a resume if a generation that was paused before the release has continued.
 """
@@ -35,7 +35,7 @@ def busy_replica(states: Sequence[SchedulerState], tags: Collection[str]) -> Eng
 async def undo(
     manager: Any, operation: str, obj: Any, answers: Sequence[Answer]
 ) -> tuple[Sequence[Answer], str]:
-    """Undo an operation on the replicas where it succeeded. Raises nothing.
+    """Undo an operation on the replicas on which it succeeded. Raises nothing.
 
     Args:
         manager: the tokenizer manager.
@@ -80,7 +80,7 @@ async def undo(
 
 
 def to_undo(scheduler: Any, operation: str) -> tuple[str, ...]:
-    """Return the tags for which a request with UNDO makes a replica perform an operation."""
+    """Return the tags to which a replica must apply an operation to undo its last one."""
     last = last_answer(scheduler)
     if last is None or last.failure is not None or last.operation == operation:
         return ()

@@ -42,7 +42,7 @@ class _Sender:
 
 
 def attach(result: Any, manager: Any, *_: Any) -> Any:
-    """Run after `TokenizerControlMixin.init_communicators`: store the manager in communicators."""
+    """Store the manager in the communicators after `TokenizerControlMixin.init_communicators`."""
     for communicator in list(vars(manager).values()):
         if hasattr(communicator, "handle_recv"):
             setattr(communicator, _SENDER, _Sender(manager, asyncio.Lock()))

@@ -116,7 +116,7 @@ class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
         self.link.ask(name, fields, timeout).check(name.replace("_", " "))
 
     def _do_if_known(self, name: str, timeout: float, **fields: str) -> None:
-        """Send a request without arguments if this version of SGLang supports it."""
+        """Send a request if this version of SGLang supports it."""
         with contextlib.suppress(UnknownRequestError):
             self._do(name, fields, timeout)
 

@@ -105,7 +105,7 @@ def _load(
         original: the handler.
         updater: the handler's object.
         request: the SGLang request, which may contain a verification request.
-        kind: the class name of the handler's reply, among SGLang's messages.
+        kind: the name of SGLang's class for the handler's reply.
         has_barrier: whether the handler ends with a barrier of the group, at which the other ranks
             would wait for a failed rank.
     """
@@ -152,9 +152,9 @@ def _load(
 def _load_checked(
     original: Callable[..., Any], updater: Any, request: Any, has_barrier: bool, check: LoadCheck
 ) -> None:
-    """Run SGLang's handler with checks, and wait for the device. Exceptions become a failure.
+    """Run SGLang's handler with checks, and wait for the device.
 
-    An interrupt or an exit is raised again.
+    An exception is recorded as a failure. An interrupt or an exit is also raised again.
     """
     _current.append(check)
     done, message = False, ""
@@ -177,11 +177,11 @@ def _load_checked(
 
 
 def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callable[..., Any]:
-    """Return a hook around an updater's handler that itself ignores verification requests.
+    """Return a hook that wraps an updater's handler and ignores verification requests.
 
     Args:
         kind, has_barrier: see `_load`.
-        ends_session: whether a failure ends the updater's session (SGLang 0.5.23).
+        ends_session: whether a failure ends the updater's session (SGLang 0.5.21).
     """
 
     def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -234,7 +234,7 @@ def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..
 
     Args:
         kind: see `_load`.
-        hook: a hook that runs the handler; None only sets this process's rank in a group.
+        hook: a hook that runs the handler; None runs it with this process's rank in a group.
     """
 
     def handle(original: Callable[..., Any], updater: Any, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The build of the library for LD_PRELOAD. The project's metadata is in pyproject.toml."""
+"""Build the library for LD_PRELOAD. The project's metadata is in pyproject.toml."""
 
 import sys
 
@@ -11,9 +11,9 @@ if int(setuptools_version.split(".")[0]) < 77:
         f"{setuptools_version}. Build with isolation, or `pip install 'setuptools>=77'` first."
     )
 
-# Frameworks look for one of these names next to the package. All are the same library, because
-# memsaver works with every CUDA version. "abi3" means that it works with every Python version; the
-# library is not a Python module.
+# Frameworks look for one of these names next to the package. The libraries are identical, because
+# memsaver works with every CUDA version. "abi3" means that they work with every Python version;
+# they are not Python modules.
 NAMES = [
     "torch_memory_saver_hook_mode_preload",
     "torch_memory_saver_hook_mode_preload_cu12",

@@ -75,7 +75,7 @@ class Aliases:
         addresses = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         if _meets(addresses, self._elsewhere):
             return "shares its memory with another storage, such as one created by from_dlpack"
-        # numpy has the storage's address, or the memory was not allocated by torch.
+        # True if numpy has the storage's address, or if torch did not allocate the memory.
         is_shown = not storage.resizable()
         buffer = self._buffer_over(addresses) if is_shown else None
         if buffer is not None:
@@ -113,7 +113,7 @@ class Aliases:
             return True
         visible = self._visible()[key]
         python = sys.getrefcount(users[at]) - TEMPORARY
-        # C++ refers to the Python object as well, in ways that differ between torch's versions.
+        # C++ refers to the Python object as well, in ways that differ between torch versions.
         by_cpp = _references_by_cpp() if cpp else int(is_gradient)
         return python > visible + by_cpp + _UNSEEN and (is_shown or not visible)
 

@@ -93,7 +93,7 @@ def forget_arrival(tag: str) -> None:
 def _ending(tag: str, arrival: memsaver.Transition) -> Iterator[None]:
     """Forget the arrival if it fails in the block; suppress the exception if the tag is mapped.
 
-    If the tag is mapped, a callback raised the exception, and `Transition.wait` raises it again.
+    If the tag is mapped, the exception came from a callback, and `Transition.wait` raises it again.
     Other exceptions propagate, such as those of signal handlers.
     """
     try:

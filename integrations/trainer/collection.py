@@ -132,8 +132,8 @@ class Collection:
         """Check that all existing memory except gradients can be moved into the tag. Moves nothing.
 
         Raises:
-            ConfigError: some memory must stay in place, or an optimizer's new states are already
-                moved to another tag. The message names the memory and the reason.
+            ConfigError: some memory must stay in place, or another collection moves an optimizer's
+                new states to another tag. The message names the memory and the reason.
         """
         import torch
 

@@ -22,7 +22,7 @@ _BATCH_BYTES = 512 << 20
 
 
 class DeviceStorages:
-    """The memory of CUDA tensors."""
+    """Moves the memory of CUDA tensors."""
 
     def takes(self, holding: Holding) -> bool:
         """Return whether a tensor is in device memory."""

@@ -183,7 +183,7 @@ class StateGuards:
         self._guarded: dict[int, weakref.ref[Any]] = {}  # modules by id: they may compare equal
 
     def add(self, module: Any, checks: ModuleChecks) -> None:
-        """Call `checks` before loads and saves of a module and its submodules without a guard.
+        """Call `checks` before loads and saves of a module and its submodules, except guarded ones.
 
         Raises:
             ConfigError: a module does not accept hooks. No hook is added.
@@ -210,7 +210,7 @@ class StateGuards:
 
 
 def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
-    """Guard the forward passes of a module's submodules, and its compiled calls.
+    """Guard the forward passes of a module's submodules, and all compiled calls in the module.
 
     The hooks also call `checks.after_forward` after each forward pass of the module itself.
     Scripted modules accept no hooks, so only the hooks of the containing modules guard them. The
@@ -247,7 +247,7 @@ def _guard_forward(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStac
 
 
 class _CompiledCall:
-    """The result of `module.compile()`, which is called after the checks of all guards.
+    """A wrapper for the result of `module.compile()` that first runs the checks of all guards.
 
     A hook cannot perform the checks, because torch compiles the module's hooks along with its code.
     """

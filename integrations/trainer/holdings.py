@@ -95,8 +95,8 @@ def storages_of_live_parameters() -> set[int]:
     """Return the ids of the storages of all `torch.nn.Parameter`s in the process.
 
     `storages_of` uses the same ids. The function takes about 0.1 s in a process with a million
-    objects. The result excludes parameters hidden by `gc.freeze()` and parameters that reject
-    queries.
+    objects. The result excludes parameters hidden by `gc.freeze()` and parameters whose storages
+    cannot be queried.
     """
     import torch
 

@@ -12,7 +12,7 @@ __all__ = ["has_separate_layers", "read_by_forward"]
 
 
 def has_separate_layers(model: Any) -> bool:
-    """Return whether every tensor of a model is read by the forward pass of a known module.
+    """Return whether it is known, for each tensor of a model, which forward pass reads it.
 
     The result is False in three cases. First, the model has FSDP2 modules, which gather other
     modules' parameters. Second, the model has scripted modules, which accept no hooks. Third, the

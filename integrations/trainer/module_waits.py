@@ -16,7 +16,7 @@ __all__ = ["ModuleWaits"]
 
 
 class Owner(Protocol):
-    """The memory of the modules.
+    """The owner of the modules' memory.
 
     Attributes:
         tag: the tag of the memory.
@@ -53,7 +53,7 @@ class ModuleWaits:
             order_after_arrival(self._owner.tag)
 
     def before_module_load(self, module: Any) -> None:
-        """Wait for everything."""
+        """Wait for all tensors."""
         check_mapped(self._owner.tag, "the model's load_state_dict")
 
     def before_module_save(self, module: Any) -> None:

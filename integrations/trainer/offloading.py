@@ -21,7 +21,7 @@ from .targets import targets_in
 
 __all__ = ["Offloaded", "close_all", "has_no_backup", "offload"]
 
-# Guards from calls that partly failed, kept until the calls are repeated.
+# Collections of calls that partly failed. Their hooks stay until the calls are repeated.
 _unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 

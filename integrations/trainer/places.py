@@ -11,13 +11,13 @@ __all__ = ["Places", "tag_of"]
 
 
 def tag_of(storage: Any) -> str | None:
-    """Return the tag that contains a storage's memory, or None. The tag can be in any state."""
+    """Return the tag of a storage's memory, whatever its state; None if the memory has no tag."""
     found = _C.locate(storage.data_ptr())
     return found[0] if found is not None else None
 
 
 class Places:
-    """The owners of the storages' memory at the creation of this object."""
+    """Determines whether storages can be moved, given torch's private pools at construction."""
 
     def __init__(self) -> None:
         pools = torch_pools(required=False)

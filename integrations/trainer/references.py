@@ -17,7 +17,7 @@ from memsaver._runtime.native import _C
 
 __all__ = ["TEMPORARY", "buffers_in_use", "instances_of", "references_to"]
 
-# The number that sys.getrefcount adds to the references to an element of a list.
+# The number of temporary references that sys.getrefcount counts for an element of a list.
 _probe = [object()]
 TEMPORARY = sys.getrefcount(_probe[0]) - 1
 
@@ -31,7 +31,7 @@ _BUFFERS = {
     "mmap": ("mmap",),
     "numpy": ("ndarray",),
 }
-# References from memoryviews do not count, because torch may be the view's only user. If another
+# References from memoryviews are ignored, because torch may be the view's only user. If another
 # object refers to a view, the view is found through that object.
 _VIEWS = {memoryview, type(gc.get_referents(memoryview(b""))[0])}
 

@@ -21,7 +21,7 @@ __all__ = ["SimulatedStorages"]
 
 
 class SimulatedStorages:
-    """The memory of CPU tensors, except step counters, which stay on the host even with a GPU."""
+    """Moves memory of CPU tensors, except step counters, which stay on the host even with a GPU."""
 
     def takes(self, holding: Holding) -> bool:
         """Return whether a tensor would be in device memory if the process used a GPU."""

@@ -86,7 +86,7 @@ def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission |
 
 
 class Cores:
-    """See `Sleeper`."""
+    """See `engine.admission.Sleeper`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

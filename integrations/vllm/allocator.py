@@ -68,7 +68,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """Yield the id of the pool for CUDA graphs whose memory a sleep also releases."""
+        """Yield the id of the CUDA graphs' pool, whose memory a sleep also releases."""
         yield self.graph_pool()
 
     def graph_pool(self) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def admission_of(engine: Any) -> VllmAdmission | None:
 
 
 class _Core(Cores):
-    """See `Sleeper`. The calls block the event loop, which has no other tasks."""
+    """See `engine.admission.Sleeper`. The calls block the event loop, which has no other tasks."""
 
     async def released(self) -> frozenset[str] | None:
         setattr(self._engine, _TOUCHED, time.monotonic())

@@ -131,10 +131,10 @@ _HARMLESS = frozenset(
 
 
 def need_of(method: object, args: Sequence[Any] = ()) -> Need | None:
-    """Return the memory that a call to the engine core needs; None if the call is not known.
+    """Return the memory that a call to the engine core needs; None if it needs none or is unknown.
 
     Args:
-        method: the name of the method, of the engine core or of its workers.
+        method: the name of a method of the engine core or of its workers.
         args: the arguments; the first argument of `collective_rpc` is the workers' method.
     """
     method = _method_of(method, args)

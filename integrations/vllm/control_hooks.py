@@ -1,4 +1,4 @@
-"""Hooks in the methods, except generation, that `AsyncLLM` and `LLMEngine` share."""
+"""Hooks in the methods that `AsyncLLM` and `LLMEngine` share, except generation."""
 
 from __future__ import annotations
 

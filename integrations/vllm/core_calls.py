@@ -169,7 +169,7 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
         # If only the graphs are to be released, the workers release them.
         going = [tag for tag in tags if tag in _SLEEPING and tag not in asleep] or list(tags)
         if set(going) == set(_SLEEPING):
-            return core.sleep(level, "keep")  # the requests that wait in a pause
+            return core.sleep(level, "keep")  # keeps requests that wait in a pause
         part = [*going, *(GRAPH,) * (GRAPH in tags)]
         guard = guard_of(core)
         if not guard.is_ours:
@@ -286,7 +286,7 @@ def _answer(
     number: int,
     result: Callable[[], Any],
 ) -> dict[str, Any]:
-    """Return the `Answer` to a completed release or resume, whose error `result` raises."""
+    """Return the `Answer` to a completed release or resume; `result` raises its error, if any."""
     try:
         result()
     except (ConfigError, MemsaverError) as error:

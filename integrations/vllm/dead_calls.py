@@ -34,7 +34,7 @@ def validate_alive(original: Callable[..., Any], resources: Any, *args: Any) -> 
 
 
 def shut_down(result: Any, client: Any, *_: Any) -> Any:
-    """Fail the waiting calls after `MPClient.shutdown`, which also follows a core's exit."""
+    """Fail the waiting calls after `MPClient.shutdown`, which vLLM also calls when a core exits."""
     _end(client.utility_results)
     return result
 
@@ -42,7 +42,7 @@ def shut_down(result: Any, client: Any, *_: Any) -> Any:
 def _end(calls: dict[int, Any]) -> None:
     dead = importlib.import_module("vllm.v1.engine.exceptions").EngineDeadError
     for future in list(calls.values()):
-        # An `AsyncLLM`'s calls have asyncio futures, which `cores.alive` fails.
+        # An `AsyncLLM`'s calls have asyncio futures, which `cores.alive` cancels.
         if isinstance(future, Future):
             with contextlib.suppress(InvalidStateError):  # another thread has completed it
                 future.set_exception(dead())

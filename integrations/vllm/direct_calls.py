@@ -33,7 +33,7 @@ def run(
     kwargs: Mapping[str, Any],
     call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
 ) -> Any:
-    """Run a call to one of the methods in `calls.DIRECT`, and record which tags are then released.
+    """Run a call to a method in `calls.DIRECT`, and record which tags are released after the call.
 
     memsaver's own errors are also recorded: an engine core in its own process sends only an error's
     text to its client, which then queries the error.
@@ -65,7 +65,7 @@ def run(
         else:
             level = _argument(args, kwargs, "level", 1)
             _check_level(level)
-            if WEIGHTS in guard.released:  # at level 2, vLLM's worker reads the buffers among them
+            if WEIGHTS in guard.released:  # at level 2, vLLM's worker reads their buffers
                 args, kwargs = _replaced(args, kwargs, "level", 1)
         check_idle(core, queued=False)  # a step that is still queued runs before this call
         results = []
@@ -81,7 +81,7 @@ def run(
 
 @contextlib.contextmanager
 def _recorded(guard: Guard) -> Iterator[None]:
-    """Record the error of memsaver that the block raises."""
+    """Record the error if the block raises one of memsaver's own errors."""
     guard.refusal = None
     try:
         yield
@@ -146,7 +146,7 @@ def set_asleep(executor: Any, tags: Collection[str]) -> None:
 def is_idle(core: Any) -> bool:
     """Return True if no request uses memory or is about to use memory.
 
-    Requests that a pause holds do not count.
+    Requests that a pause holds are ignored.
     """
     return not getattr(core, "batch_queue", None) and not _has_requests(core)
 
@@ -156,7 +156,7 @@ def check_idle(core: Any, *, queued: bool = True) -> None:
 
     Args:
         core: the engine core.
-        queued: whether steps that are still queued count; they may belong to ended requests.
+        queued: whether to consider steps that are still queued; they may belong to ended requests.
     """
     if _has_requests(core) or (queued and getattr(core, "batch_queue", None)):
         raise EngineBusyError(
@@ -165,7 +165,7 @@ def check_idle(core: Any, *, queued: bool = True) -> None:
 
 
 def _has_requests(core: Any) -> bool:
-    """Return whether requests run or are about to run. Requests held by a pause do not count."""
+    """Return whether requests run or are about to run. Requests held by a pause are ignored."""
     if core.scheduler.running:
         return True
     return bool(not core.is_scheduler_paused() and core.scheduler.has_unfinished_requests())

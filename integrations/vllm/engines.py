@@ -194,7 +194,7 @@ class LocalEngine(Local):
     def _wait_for_wake_up(
         self, need: Need | None, timeout: float, deadline: float, *, may_abort: bool = False
     ) -> None:
-        """With the policy "wait", wait until another caller has woken the tags of a request.
+        """With the policy "wait", wait until another caller has woken the tags that are needed.
 
         This wait must precede vLLM's call, although that call applies the policy itself: it would
         wait while this thread holds the lock `_busy`, so no other thread could wake the engine.

@@ -151,7 +151,7 @@ class Guard:
         self._unknown: set[str] = set()  # unknown methods that have run while memory was released
         self.lost: frozenset[str] = frozenset()
         self.refusal: dict[str, Any] | None = None
-        self._update_call = ""  # began the update in progress, unless a sleep has discarded weights
+        self._update_call = ""  # the last update call; "" after a sleep that discarded the weights
         self.idle = IdleSleep.of(core, settings.policy_of(core).sleep_after)
 
     @property

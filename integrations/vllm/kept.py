@@ -80,7 +80,7 @@ def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
 def _in_pool(
     tag: str, allocator_of: AllocatorOf, applies: Callable[[], object] = lambda: True
 ) -> Callable[..., Any]:
-    """Return an AROUND hook that opens a pool if memsaver allocates and `applies()` is true."""
+    """Return an AROUND hook that opens a pool if memsaver is in use and `applies()` is true."""
 
     def hook(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         allocator = allocator_of()
@@ -130,7 +130,7 @@ def _allocating(module: ModuleType) -> tuple[Any, str]:
 
 
 def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callable[..., None]:
-    """Return a worker's sleep that also saves the draft model's buffers at level 2."""
+    """Wrap a worker's `sleep` so that it also saves the draft model's buffers at level 2."""
 
     @functools.wraps(sleep)
     def call(worker: Any, level: int = 1) -> None:
@@ -144,7 +144,7 @@ def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callab
 
 
 def restores_draft(wake_up: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's wake-up that restores the draft model's saved buffers with the weights."""
+    """Wrap a worker's `wake_up` to restore the draft model's saved buffers with the weights."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:

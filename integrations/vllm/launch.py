@@ -37,7 +37,7 @@ _DEFAULT_ARGUMENTS = {
 
 
 def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
-    """Return the number of an engine's ranks from its arguments.
+    """Return the number of ranks that an engine's arguments set.
 
     Args:
         arguments: the arguments of `launch`.
@@ -59,7 +59,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
-        dp_rank: the engine's number. It is not used, because vLLM chooses free ports itself.
+        dp_rank: the engine's index. It is not used, because vLLM chooses free ports itself.
         sizes: ignored, because the placement does not depend on the number of the engine's ranks.
 
     Raises:

@@ -25,7 +25,7 @@ from .protocol import INFO, RELEASE, RESUME, STATE
 
 __all__ = ["Link", "without_sleep_mode"]
 
-_LEAST_SECONDS = 1.0  # seconds for a call that follows another call
+_LEAST_SECONDS = 1.0  # the minimum timeout of a call that follows another call
 
 # vLLM's pause modes, by the modes of `Backend`.
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep", "wait": "wait"}
@@ -159,7 +159,7 @@ class Link(abc.ABC):
         Args:
             name: "sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache", "abort", "pause" or
                 "unpause".
-            arguments: its arguments.
+            arguments: the function's arguments.
             timeout: the time limit for the call, in seconds.
 
         Returns:

@@ -53,8 +53,8 @@ def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, An
 def sleep_mode_of(config: Any) -> bool:
     """Return whether an engine with this `VllmConfig` can sleep.
 
-    vLLM also allocates memory that can be released if only `enable_cumem_allocator` is set, which
-    `enable_sleep_mode` implies.
+    If only `enable_cumem_allocator` is set, which `enable_sleep_mode` implies, vLLM also allocates
+    memory that can be released.
     """
     model = config.model_config
     return bool(model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False))

@@ -87,7 +87,7 @@ def move(move: Move, undo: Move) -> None:
     """Run the transition of the current step; outside a step, run the transition on this rank only.
 
     Raises:
-        MemsaverError: the transition failed, and there is no current step. It is undone.
+        MemsaverError: the transition failed outside a step. The transition is undone.
     """
     step = _current.get()
     if step is not None:

@@ -27,7 +27,7 @@ _RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
 def in_any_order(
     wake_up: Callable[..., None], allocator_of: Callable[[], MemsaverAllocator | None]
 ) -> Callable[..., None]:
-    """Return a worker's wake-up that postpones changes to the weights until the weights wake up."""
+    """Wrap `wake_up` so that changes to the weights are postponed until the weights are awake."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def in_any_order(
 
 
 def saved(worker: Any) -> dict[str, Any]:
-    """Return the worker's attributes for the contents of a sleep; the value True requests work."""
+    """Return the attributes in which a worker records a sleep's saved contents or pending work."""
     return {
         name: value
         for name, value in vars(worker).items()

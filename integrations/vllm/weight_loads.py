@@ -1,6 +1,6 @@
 """Load weights from a trainer into the models of vLLM's workers.
 
-The plugin adds all functions to vLLM's worker as methods, and every rank of an executor calls them.
+The plugin adds functions to vLLM's worker as methods, and every rank of an executor calls them.
 The ranks exchange their results before any rank answers, and each answer contains the results of
 all ranks. A failure is never raised: after a rank's exception, the multiprocessing executor would
 leave the responses of the following ranks in its queues, and its next call would read them. An

@@ -57,7 +57,7 @@ _UNDO_NOTHING = {
     "release": lambda group: moves.resume(group, []),
     "resume": lambda group: moves.pause(group, []),
 }
-# Executors that run one rank each, so that every rank raises.
+# Executors that run one rank each, so every rank raises the error.
 _OF_ONE_RANK = ("external_launcher", "uni")
 
 
@@ -94,7 +94,7 @@ def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
 
     def call(worker: Any, tags: Sequence[str], level: int) -> None:
         allocator = installed_allocator()
-        assert allocator is not None  # a hooked call without a step is vLLM's own
+        assert allocator is not None  # the engine core has checked this
         is_last = set(DEFERRABLE) <= {*tags, *allocator.released}
         chosen = contextlib.nullcontext() if is_last else allocator.only(tags)
         with chosen, _connected(tags):

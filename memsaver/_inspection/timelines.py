@@ -28,7 +28,7 @@ _MOST_EVENTS = 1 << 24  # the core's limit
 
 
 class Timeline:
-    """A recording of this process, which `timeline()` creates. A context manager. Thread-safe.
+    """A recording of this process, created by `timeline()`. A context manager. Thread-safe.
 
     Experimental: this API can change in any version. The recording can be read and saved while it
     is running and afterwards.
@@ -48,7 +48,7 @@ class Timeline:
         self._interval = interval
         # No lock, because a finalizer or a signal handler may run in the middle of any method.
         self._recording: _Recording | None = None  # the recording in progress
-        self._unstopped: list[_Recording] = []  # the same one; the thread that removes it stops it
+        self._unstopped: list[_Recording] = []  # the same; the thread that removes it stops it
         self._sampling: list[tuple[threading.Thread, Latch]] = []
         self._trace: Trace | None = None
 
@@ -99,7 +99,7 @@ class Timeline:
                 "interval"
             ) from None
         self._sampling.append((sampler, over))
-        atexit.register(self._end_sampling)  # makes no driver call during process exit
+        atexit.register(self._end_sampling)  # so that no driver call runs at exit
 
     def stop(self) -> None:
         """Stop recording, as on exit from a `with` block.
@@ -139,7 +139,7 @@ class Timeline:
 
     @property
     def trace(self) -> Trace:
-        """The data recorded so far or, after the recording has stopped, the whole recording.
+        """The data recorded so far or, after the recording has stopped, the complete recording.
 
         Raises:
             InvalidStateError: the recording has not begun.

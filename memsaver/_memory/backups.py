@@ -30,7 +30,8 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
             ordinary tensors. If True, the view is an ordinary tensor, and the resume restores the
             contents written to it.
         retained: if True, the tag must be mapped, and the view shows the copy that the tag's last
-            pause saved, at the same host address. A resume never restores writes to this view.
+            pause saved, at the same host address. A resume never restores contents written to
+            this view.
 
     Raises:
         ConfigError: the tensor's memory is in no region, or the tensor is sparse, nested, or a

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 LARGE_BYTES = 256 << 20
-"""A pause that would discard this number of bytes needs a chosen backup."""
+"""A pause that would discard this many bytes or more needs a chosen backup."""
 
 NAMED = 8
 """The maximum number of tags that an error names."""

@@ -25,8 +25,8 @@ __all__ = ["after_pause", "backup_seen", "before_resume", "check_unowned_blocks"
 Arguments = ParamSpec("Arguments")
 
 _reported: set[tuple[str, str]] = set()  # the costs that were reported, and their tags
-_kept: dict[str, int] = {}  # large backups that were not read: bytes that the pause saved
-_dropped: dict[str, int] = {}  # the number of such backups of a tag that were never read
+_kept: dict[str, int] = {}  # by tag: bytes of large backups that have not been read
+_dropped: dict[str, int] = {}  # by tag: how often at least half of such a backup was not restored
 _exit_process: int | None = None  # the process in which `_at_exit` is registered
 
 

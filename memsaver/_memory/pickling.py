@@ -67,7 +67,7 @@ def register(torch: Any) -> None:
     _registered = True
 
 
-importing.first_uses.append(register)  # rejects a received tensor that is sent again
+importing.first_uses.append(register)  # so that a received tensor cannot be sent again
 
 
 def _reduced(tensor: Any) -> Any:

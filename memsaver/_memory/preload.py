@@ -48,8 +48,8 @@ def preload_env(
         backup: the tag's policy, "none", "host", "pageable", "disk" or "peer" (see
             `memsaver.region`). None keeps the value in `env`. If `env` has no value, each pause of
             256 MiB or more must pass a backup, and smaller pauses discard the contents by default.
-        env: the environment that the child's is based on, by default this process's. The mapping is
-            not changed.
+        env: the base of the child's environment; by default, this process's environment. The
+            mapping is not changed.
 
     Returns:
         The variables to set, and no others. `LD_PRELOAD` keeps its libraries, and memsaver's

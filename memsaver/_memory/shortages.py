@@ -71,7 +71,7 @@ def _holders(device: int) -> tuple[Holder, ...]:
 
 
 def _advice(holders: tuple[Holder, ...], processes: tuple[DeviceProcess, ...]) -> str:
-    """Return the part of a message that lists the tags and their bytes."""
+    """Return the part of a message that lists the pausable tags and the other processes."""
     text = ""
     if holders:
         pausable = ", ".join(repr(row.tag) for row in holders if row.pausable)

@@ -159,7 +159,7 @@ class TorchPools:
                 self.close_pool(device, fresh)  # the graph itself keeps the pool alive
 
     def prepare(self, devices: Devices, *, warm_up: bool = True) -> list[int]:
-        """Prepare devices for a region, and return their indices. Call it outside regions.
+        """Prepare devices for a new region, before it begins, and return their indices.
 
         Args:
             devices: the devices, as in `memsaver.region`.
@@ -265,7 +265,7 @@ class TorchPools:
         return sorted(live)
 
     def tensor_around(self, address: int) -> tuple[bool, tuple[int, int] | None]:
-        """Return whether an address is in a torch segment, and the tensor's range there, if any."""
+        """Return whether an address is in a torch segment, and its tensor's range, if any."""
         for segment in self._segments():
             if not segment["address"] <= address < segment["address"] + segment["total_size"]:
                 continue
@@ -351,7 +351,7 @@ class Route:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Suspend this thread's routes during the block, for example during a graph's capture."""
+    """Suspend this thread's routes during the block, for example during a graph capture."""
     route = _routes.current
     if route is None:
         yield
@@ -366,10 +366,10 @@ def suspended() -> Iterator[None]:
 
 
 def _is_kept(pool: Any) -> bool:
-    """Return whether a graph keeps a closed pool alive. Without the pool, torch raises an error."""
+    """Return whether a graph keeps a closed pool alive."""
     try:
         return bool(pool.use_count() > 0)
-    except RuntimeError:
+    except RuntimeError:  # the pool no longer exists
         return False
 
 

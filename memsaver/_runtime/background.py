@@ -199,7 +199,7 @@ class Job(Generic[Result]):
         self._wait(None if timeout is None else time.monotonic() + timeout, timeout)
         if self._outcome.failure is None:
             emit_warnings(stacklevel=4)
-        else:  # warnings that are errors do not replace the job's own error
+        else:  # warnings treated as errors do not replace the job's own error
             with contextlib.suppress(Warning):
                 emit_warnings(stacklevel=4)
         return self._collected()

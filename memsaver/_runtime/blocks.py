@@ -24,7 +24,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class Block(Generic[Value]):
-    """A context manager for a block of code, and a decorator for each call of a function.
+    """A context manager for a block of code, and a decorator that enters it for each call.
 
     The block can be entered again after it has ended. Several threads can call a decorated function
     at the same time.
@@ -93,7 +93,7 @@ class Block(Generic[Value]):
 def block(
     generator: Callable[Arguments, Iterator[Value]], asynchronous: bool = False
 ) -> Callable[Arguments, Block[Value]]:
-    """Create a decorator like `contextlib.contextmanager`, whose result is a `Block`.
+    """Turn a generator function into one that returns a `Block`, like `contextlib.contextmanager`.
 
     Args:
         generator: a generator function with the code before the block, one `yield`, and the code

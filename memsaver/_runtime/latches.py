@@ -77,7 +77,7 @@ class Mutex:
 
 
 class _Entry:
-    """The record of the thread inside a gate and its nested blocks."""
+    """The record of the thread inside a gate, and of that thread's nested blocks."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -90,9 +90,9 @@ class Gate:
     """Mutual exclusion for blocks, in which a thread never waits for itself.
 
     A gate is like `threading.Lock` with a timeout, but an interrupt cannot occur between acquiring
-    the gate and recording the acquisition. The gate's own state has no lock. While a thread changes
-    this state, a finalizer can run on that thread and wait for a tag whose owner is entering the
-    gate.
+    the gate and recording the acquisition. The gate's own state has no lock, because while a thread
+    changes this state, a finalizer can run on that thread and wait for a tag whose owner is
+    entering the gate.
 
     Args:
         reentrant: whether a thread in a block may enter further blocks.

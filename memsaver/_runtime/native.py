@@ -71,7 +71,7 @@ _DEFAULT = -1
 
 
 def backup_code(backup: str | None) -> int:
-    """Return the C ABI's number for a backup. None means the tag's policy.
+    """Return the C ABI's `ms_backup` value for a backup. None means the tag's policy.
 
     Raises:
         ConfigError: the backup is unknown.
@@ -106,7 +106,7 @@ def policy_of(tag: str) -> Backup | None:
 
 
 def tag_totals(tags: Iterable[str], figure: str) -> dict[str, int]:
-    """Return, for each tag, the sum of a statistic over all devices; 0 for an unknown tag."""
+    """Return each tag's sum of the statistic `figure` over all devices; 0 for an unknown tag."""
     totals = dict.fromkeys(tags, 0)
     if not totals:
         return totals
@@ -122,7 +122,8 @@ def check_tag(tag: object) -> str:
     """Return the tag if it is valid.
 
     Raises:
-        ConfigError: the tag is not a string, is empty, or contains a NUL character.
+        ConfigError: the tag is not a string, is empty, contains a NUL character, or cannot be
+            encoded as UTF-8.
     """
     if not isinstance(tag, str):
         raise ConfigError(f"a tag must be a string, such as 'weights', not {type(tag).__name__}")

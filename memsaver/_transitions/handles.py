@@ -175,9 +175,8 @@ class Transition(Job[Report]):
         super().__init__(
             call.kind, str(call), work, reservation.take_over, release=reservation.release
         )
-        # Called only after the thread has started: any earlier, a finalizer on this thread that
-        # needs the tags would wait for the new thread, while this thread waits for that thread to
-        # start.
+        # Called only after the thread has started. Otherwise, a finalizer on this thread that needs
+        # the tags would wait for the new thread, while this thread waits for that thread to start.
         reservation.hand_over()
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ def name_of(tag: str, backup: str) -> str:
         InvalidStateError: a part of the tag is paused.
     """
     check_new_tag(tag)
-    _C.region_tag()  # creates the process's own tag, if it is set
+    _C.region_tag()  # creates the process-wide tag, if one is set
     for name in names_of(tag):
         if state(name) == "paused":
             raise InvalidStateError(

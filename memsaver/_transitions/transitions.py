@@ -292,13 +292,13 @@ def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transiti
         else:
             done = _C.uninterrupted(partial(Transition, call, progress))
     except BaseException:
-        with contextlib.suppress(Warning):  # warnings that are errors do not replace the call's own
+        with contextlib.suppress(Warning):  # a raised warning must not replace the call's error
             emit_warnings(stacklevel=4)
         raise
     if not isinstance(done, Transition):
         emit_warnings(stacklevel=4)
         return done
-    # `Transition.wait` emits the warnings. Here, a warning that is an error would lose the handle.
+    # `Transition.wait` emits the warnings. Here, a raised warning would lose the handle.
     return done.wait() if wait else done
 
 

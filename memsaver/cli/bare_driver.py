@@ -95,7 +95,7 @@ class BareDriver:
         return count.value
 
     def attribute(self, device: int, number: int) -> int:
-        """Return a device's attribute with this CUdevice_attribute number. Needs no context."""
+        """Return the value of a device's CUdevice_attribute `number`. Needs no context."""
         value = ctypes.c_int()
         self.call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
         return value.value
@@ -322,7 +322,7 @@ class PinnedMemory:
         self.address = pointer.value or 0
 
     def to_host(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes` (at most this memory's size) bytes from the device."""
+        """Queue a copy of `nbytes` bytes (at most this memory's size) from the device."""
         self._call(
             "cuMemcpyDtoHAsync_v2",
             ctypes.c_void_p(self.address),

@@ -116,7 +116,7 @@ def command(
 
 
 def document(measured: Measured) -> dict[str, Any]:
-    """Return the figures as JSON: sizes in bytes, times in seconds."""
+    """Return the results as a JSON document: sizes in bytes, times in seconds."""
     rows = [
         {
             **dataclasses.asdict(figure),
@@ -142,7 +142,7 @@ def document(measured: Measured) -> dict[str, Any]:
 
 
 def draw(console: Console, measured: Measured) -> None:
-    """Print the table of figures, with one section for each group."""
+    """Print the table of results, with one section for each group."""
     from rich.text import Text
 
     console.print(Text(f"memsaver {memsaver.__version__} on {measured.name}", style="bold"))
@@ -190,7 +190,7 @@ def _table(console: Console, measured: Measured) -> Table:
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """Show the current step if the output is a terminal."""
+    """Yield a function that shows the current step if stderr is a terminal."""
     if not is_redrawable(sys.stderr):
         yield lambda step: None
         return

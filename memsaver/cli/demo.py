@@ -47,7 +47,7 @@ TAGS = ("weights", "kv_cache", "cuda_graph")
 _NAMES = {"weights": "weights", "kv_cache": "kv_cache", "cuda_graph": "graph"}
 _WIDE: Groups = (("step",), ("ms",), *((name,) for name in _NAMES.values()), ("free",))
 _NARROW: Groups = (("step",), ("ms", "free"), tuple(_NAMES.values()))
-_WIDTH, _FIGURE = 80, 8  # columns: the maximum for the table, and for each figure
+_WIDTH, _FIGURE = 80, 8  # characters: the table's maximum width, and a number column's width
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -139,7 +139,7 @@ class GpuWorkload:
         return [t.data_ptr() for t in [*self.weights, *self.kv, self.result]]
 
     def weights_intact(self) -> bool:
-        """Compare the weights with copies outside any region, on the GPU."""
+        """Return whether the weights equal copies outside any region, compared on the GPU."""
         pairs = zip(self.weights, self.copies, strict=True)
         return all(self.torch.equal(weight, copy) for weight, copy in pairs)
 
@@ -194,7 +194,7 @@ class SimulatedWorkload:
         return [b.address for b in [*self.weights, *self.kv, self.scratch]]
 
     def weights_intact(self) -> bool:
-        """Compare the checksum of all bytes of the weights, in order."""
+        """Return whether the checksum of all weights, in order, is unchanged since `build`."""
         return self._checksum(self.weights) == self.built
 
     def output(self) -> Any:

@@ -35,7 +35,7 @@ def command(
     """Check whether this machine and environment support memsaver, and suggest solutions to
     problems.
 
-    The checks cover the driver and devices, NVML, torch, SGLang, preloading, NCCL, host memory,
+    The checks cover the driver and devices, NVML, torch, engines, preloading, NCCL, host memory,
     disk and options.
 
     A finding is good (a tick), absent but optional (-), warned (!) or bad (a cross). Warned means

@@ -1,4 +1,4 @@
-"""Failures of commands, which print one line on stderr and set an exit status."""
+"""Report a command's failure with one line on stderr and an exit status."""
 
 from __future__ import annotations
 

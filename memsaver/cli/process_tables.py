@@ -41,7 +41,7 @@ _STATES = {
 }
 _WIDE, _WIDER = 104, 130  # terminal columns needed for one line per row, and for the callers
 
-# The figures of narrow tables.
+# The columns of narrow tables.
 _TAGS: Groups = (("Tag", "GPU, state"), ("Resident", "Paused"), ("Backup", "Last transition"))
 _TOTALS: Groups = (("All tags on",), ("Resident", "Paused"), ("Device has", "Processes"))
 
@@ -190,7 +190,7 @@ def _last_transition(tag: WatchedTag) -> Iterator[str]:
 
 
 def _who(tag: WatchedTag) -> str:
-    """Return the caller's file and line, without the folders and the thread."""
+    """Return the caller's file, line and function, without the folders and the thread."""
     place, _, _ = (tag.caller or "").partition(", thread ")
     return place.rpartition("/")[2]
 
@@ -211,8 +211,8 @@ def _size(nbytes: int) -> str:
 
 
 def _totals_table(found: Found, console: Console) -> Table:
-    """Return totals over the tags on each device. The bus id identifies a device, because processes
-    number devices differently.
+    """Return a table of the totals over the tags on each device. The bus id identifies a device,
+    because processes number devices differently.
     """
     from rich.text import Text
 

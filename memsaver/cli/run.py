@@ -74,7 +74,7 @@ def _execute(words: list[str], environment: dict[str, str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # stderr is None if the descriptor is closed
             stream.flush()
-    # Python ignores these signals, and the command would inherit this.
+    # Python ignores these signals. Without this reset, the command would ignore them too.
     ours = {number: signal.signal(number, signal.SIG_DFL) for number in _IGNORED_BY_PYTHON}
     try:
         os.execvpe(name, words, environment)

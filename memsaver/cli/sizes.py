@@ -17,7 +17,7 @@ def gibibytes(nbytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes of a text such as "16GiB", "16 GiB" or "17179869184".
+    """Parse a size such as "16GiB", "16 GiB" or "17179869184", and return the number of bytes.
 
     Raises:
         ValueError: the text is not a size.

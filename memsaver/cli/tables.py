@@ -1,4 +1,4 @@
-"""Format tables for narrow terminals, stacking columns and never truncating figures."""
+"""Format tables for narrow terminals, stacking columns and never truncating numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
-"""The names of a table's figures. The figures of a group are in one column, one below the other."""
+"""The names of a table's values. The values of a group are stacked in one column."""
 
 LEAST_WIDTH = 50  # columns that a folded table needs; with fewer, the terminal wraps the lines
 _WIDTH = 80  # columns that a table with one line per row needs
@@ -57,7 +57,7 @@ def is_narrow(console: Console) -> bool:
 
 
 def groups_for(console: Console, narrow: Groups) -> Groups:
-    """Return the groups for this console. A wide console has a column for every figure."""
+    """Return the groups for this console. A wide console has a column for every value."""
     return narrow if is_narrow(console) else tuple((name,) for group in narrow for name in group)
 
 
@@ -67,7 +67,7 @@ def add_columns(table: Table, groups: Groups, least: int, left: tuple[str, ...] 
 
     Args:
         table: the table, without columns.
-        groups: the names of the figures in each column.
+        groups: the names of the values in each column.
         least: the minimum width of the first column.
         left: the first names of the groups whose columns are left-aligned.
     """
@@ -80,7 +80,7 @@ def add_columns(table: Table, groups: Groups, least: int, left: tuple[str, ...] 
 
 
 def folded(groups: Groups, cells: Mapping[str, Text | str]) -> list[Text]:
-    """Return the cell of each group in one row. Missing figures are empty."""
+    """Return the cell of each group in one row. Missing values are empty."""
     from rich.text import Text
 
     stacks = []

@@ -128,7 +128,7 @@ def document(found: Found) -> dict[str, Any]:
 
 
 def _properties(stats: Stats | TagStats) -> dict[str, Any]:
-    """Return the figures that `stats` computes from its fields."""
+    """Return the values that `stats` computes from its fields."""
     found = vars(type(stats)).items()
     return {name: getattr(stats, name) for name, value in found if isinstance(value, property)}
 

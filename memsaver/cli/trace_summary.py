@@ -12,7 +12,7 @@ __all__ = ["Moves", "TagSummary", "summary"]
 
 @dataclass(frozen=True)
 class Moves:
-    """The total of the pauses, or of the resumes, of one tag on all devices, including swaps.
+    """The totals of one tag's pauses, or of its resumes, on all devices, including swaps.
 
     Attributes:
         count: the number of successful transitions.
@@ -32,7 +32,7 @@ class Moves:
 
     @property
     def rate(self) -> float:
-        """The device memory per second, in bytes, or 0 if no duration is known."""
+        """The bytes of device memory per second, or 0 if no duration is known."""
         return self.timed_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -54,7 +54,7 @@ class TagSummary:
 
 
 def summary(trace: Trace) -> tuple[TagSummary, ...]:
-    """Return the tags of a trace, in order of appearance."""
+    """Return a summary of each tag of a trace, in order of appearance."""
     highest = peaks(trace)
     rows: dict[tuple[str, str], list[TagTransition]] = {}
     for row in trace.transitions:

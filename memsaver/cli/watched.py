@@ -60,7 +60,7 @@ class Device(NamedTuple):
     """A device on which the tags of a process have memory."""
 
     ordinal: int  # in that process
-    bus_id: str  # in every process
+    bus_id: str  # the same in every process
     total_bytes: int
 
 
@@ -71,7 +71,8 @@ class WatchedTag:
     Attributes:
         stats: the tag's row of `memsaver.stats()` in the process.
         age: seconds since the tag entered its state, or since the transition in progress began.
-        caller: the caller of this transition, as described by the process, or None.
+        caller: the caller of the transition in progress or, if there is none, of the last one, as
+            described by the process, or None.
     """
 
     stats: TagStats
@@ -171,7 +172,7 @@ def find_processes(pid: int | None = None) -> Found:
 
 def runtime_folders() -> list[Path]:
     """Return the folders in which a process may create its socket, depending on its environment."""
-    # cron, su and `docker exec` do not set the variable; a login has this folder.
+    # cron, su and `docker exec` do not set the variable; a login session has this folder.
     named = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     folders = [Path(named, "memsaver")] if named.startswith("/") else []
     return [*folders, Path(f"{FALLBACK}-{os.geteuid()}")]
@@ -208,7 +209,7 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
             if user != os.geteuid():
                 return Silent(pid, command, f"it belongs to user {user}")
             return _process_of(pid, command, _read_all(client, end))
-        except ConnectionRefusedError:  # no process has it open, because its process was killed
+        except ConnectionRefusedError:  # no process has the socket open: its process was killed
             _remove(folder, name)
             return None
         except FileNotFoundError:

@@ -57,7 +57,7 @@ def run_on_all_ranks(
         timeout: seconds to wait for the other ranks at each step; None means the group's own
             timeout.
         done: a function that is called with this rank's report. It is called before the warnings
-            are emitted, because a warning raises an exception if warnings are errors.
+            are emitted, because a warning raises an exception if Python treats warnings as errors.
 
     Raises:
         RankError: the call failed on a rank.

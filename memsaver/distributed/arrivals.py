@@ -15,11 +15,12 @@ from memsaver._runtime.latches import Latch
 
 __all__ = ["GONE", "arrivals", "missing_ranks"]
 
-# Marks a collective that a rank has abandoned. Used as a suffix of the rank's number and as a key.
+# Marks a collective that a rank has abandoned. Used as a suffix of the collective's number, and
+# as a key.
 GONE = " gave up"
 
 _DIAGNOSIS_SECONDS = 5.0  # time limit for determining the missing ranks
-_STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
+_STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks are considered missing
 
 
 def arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:

@@ -46,7 +46,7 @@ class Outcomes(Generic[Value]):
     Attributes:
         what: a description of the call.
         each: the outcomes, in the group's rank order; empty if `calls` is not empty.
-        own: the exception of this rank's own work, or None.
+        own: the exception that this rank's own work raised, or None.
         calls: each rank's call, if the ranks made different calls and none of them failed;
             otherwise empty.
     """

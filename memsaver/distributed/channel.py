@@ -26,7 +26,7 @@ _GRACE_SECONDS = 5.0  # for a backend that ignores an operation's own timeout
 class Channel:
     """A connection between the ranks of a `torch.distributed` group, for use by one thread.
 
-    All channels of a group without a lane share connections, which exist as long as the group.
+    All channels of a group that have no lane share connections, which exist as long as the group.
     Therefore, such a channel can be used for one call or for many. With a lane, the connections and
     threads end with the channel, so use one channel for all calls.
 

@@ -23,8 +23,8 @@ class RankFailure:
         status: the error's `MemsaverError.status`, or "" for other exceptions.
         tag: the error's `MemsaverError.tag`, or "".
         message: the exception's text, truncated to 8,192 characters. On the rank itself, the
-            error's `__cause__` is the whole exception. If the ranks made different calls, the text
-            describes this rank's call.
+            error's `__cause__` is the original exception. If the ranks made different calls, the
+            text describes this rank's call.
     """
 
     rank: int

@@ -15,7 +15,7 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["JSON", "NOTHING", "PROTOCOL", "Codec", "FailureRecord", "Header", "text_of"]
 
-PROTOCOL = 2  # the messages of an attempt, and their order
+PROTOCOL = 2  # the version of an attempt's messages and their order
 
 _MESSAGE_CHARACTERS = 8192  # large, because an engine's error may contain a log
 _FIELD_CHARACTERS = 256  # the limit on every other field
@@ -55,7 +55,7 @@ class Header:
         failed: 1 if the attempt failed on this rank, otherwise 0.
         digest: the digest of the call and the step, the same on all ranks that make the same call.
         body_bytes: the size of the packed value.
-        inline: the packed value, if it has at most `INLINE_BYTES`.
+        inline: the packed value if it has at most `INLINE_BYTES` bytes, otherwise b"".
     """
 
     protocol: int

@@ -16,7 +16,7 @@ class RankFigures:
     Attributes:
         rank: the rank in the world, not in the group.
         seconds: the duration of the rank's own work, excluding the wait for other ranks.
-        bytes: device memory released or mapped; for a swap, the sum.
+        bytes: device memory released or mapped; for a swap, the sum of both.
         copied_bytes: bytes copied to or from the backups.
     """
 
@@ -32,7 +32,7 @@ class GroupReport:
 
     Attributes:
         local: this rank's report.
-        ranks: the statistics of every rank, in the group's order. All ranks have the same value.
+        ranks: the statistics of every rank, in the group's order; the same on all ranks.
         seconds: the duration of the call on this rank, including the wait for other ranks.
     """
 
@@ -42,7 +42,7 @@ class GroupReport:
 
     @property
     def bytes(self) -> int:
-        """Device memory released or mapped on all ranks; for a swap, the sum."""
+        """Device memory released or mapped on all ranks; for a swap, the sum of both."""
         return sum(rank.bytes for rank in self.ranks)
 
     @property

@@ -85,8 +85,8 @@ def _kept_in(rows: list[TagStats]) -> Backup:
     policy = rows[0].backup
     if policy != "none":
         return policy
-    # The pause's own `backup` overrode the policy; the kind of memory in use shows which one was
-    # used.
+    # The pause's own `backup` overrode the policy; the kind of memory in use shows which backup
+    # the pause used.
     if any(row.peer_bytes for row in rows):
         return "peer"
     on_disk = any(row.disk_bytes for row in rows)

@@ -13,7 +13,7 @@ from memsaver.traces.trace import TagTransition, Trace
 
 __all__ = ["to_picture"]
 
-# Bands of the transitions, and their names in the legend.
+# The colours of the transitions' bands, and the bands' names in the legend.
 _COLOURS = {"out": "#c2410c", "into": "#0f766e", "swap": "#6d4fa3", "failed": "#c81e3a"}
 _WORDS = {"out": "during a pause", "into": "during a resume", "swap": "during a swap"}
 _WORDS |= {"failed": "one that failed"}

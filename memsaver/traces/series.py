@@ -1,4 +1,4 @@
-"""A trace's memory, as lines over common points in time, for charts."""
+"""A trace's memory, as series of values at common times, for charts."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ ms_status on_tags(ms_error* error, Body body) noexcept {
   });
 }
 
-// Like on_tags(), but passes the tag with this name to `body`, and locks the registry while `body`
+// Like on_tags(), but passes the tag named `tag` to `body`, and locks the registry while `body`
 // runs. Fails with kUnknownTag.
 template <typename Body>
 ms_status on_tag(const char* tag, ms_error* error, Body body) noexcept {

@@ -47,8 +47,9 @@ class HostBackingStore : public BackingStore {
     bool contains(uint64_t address) const { return address - device_address_ < bytes_; }
     char* at(uint64_t address) const { return base_ + (address - device_address_); }
     uint64_t device_address() const { return device_address_; }
-    // Transfers a range's pages to another owner and unmaps the pages at lower addresses. Must be
-    // called with ranges in ascending order; afterwards, the mirror can only be destroyed.
+    // Leaves a range's pages mapped for another owner, and unmaps the mirror's remaining pages at
+    // lower addresses. Must be called with ranges in ascending order; afterwards, the mirror can
+    // only be destroyed.
     void leave(char* start, uint64_t bytes) noexcept;
 
    private:

@@ -12,7 +12,7 @@
 // The destroy call is repeated once immediately; if it fails again, the object is leaked, with a
 // warning.
 //
-// When the driver shuts down with the process, every object counts as released.
+// When the driver shuts down with the process, every object is considered released.
 //
 // An object may be used on any thread, but by only one thread at a time. The list has its own
 // mutex, which is locked during retried calls that do not wait. Therefore, when retry_releases()

@@ -55,9 +55,9 @@ class Device : public Context {
   // an active context uses device memory. Throws kDriverFailed.
   static uint64_t probe_free_bytes(int ordinal);
 
-  // Excludes other threads that must leave a margin of free memory. A thread holds this lock from
-  // its check to its last allocation, so that the next thread's check includes the allocated
-  // memory.
+  // Excludes other threads whose allocations must leave a margin of free memory. A thread owns this
+  // lock from its check to its last allocation, so that the next thread's check includes the
+  // allocated memory.
   std::unique_lock<std::mutex> lock_room() { return std::unique_lock<std::mutex>(room_mutex_); }
 
   // Total memory, in bytes.

@@ -29,9 +29,9 @@ class PhysicalMemory {
   // `bytes` must be a multiple of the device's granularity. Other processes can import the memory
   // only if `exportable` is true. Throws kOutOfDeviceMemory, kDriverFailed.
   static PhysicalMemory create(const Device& device, uint64_t bytes, bool exportable = false);
-  // Imports the memory of a descriptor that another process exported. `bytes` is the whole size of
-  // the memory. The caller keeps ownership of the descriptor and may close it after the call.
-  // Throws kDriverFailed.
+  // Imports the memory of a descriptor that another process exported. `bytes` must be the full
+  // size of the memory. The caller keeps ownership of the descriptor and may close it after the
+  // call. Throws kDriverFailed.
   static PhysicalMemory import_from(int descriptor, uint64_t bytes);
 
   PhysicalMemory() = default;

@@ -17,8 +17,8 @@ namespace memsaver {
 // first releases the memory that was freed while the Hold existed, and then releases the tags.
 class Hold {
  public:
-  // `lock` must own the registry's lock. Throws kInvalidState like wait_for_tags(), and then leaves
-  // `lock` unlocked.
+  // `lock` must own the registry's lock. Throws kInvalidState in the same cases as
+  // wait_for_tags(), and then leaves `lock` unlocked.
   Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags, Need need = Need::kMemory);
   ~Hold();
   Hold(const Hold&) = delete;

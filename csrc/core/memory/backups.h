@@ -22,8 +22,8 @@ void* view_backup(const Range& range, bool writable);
 // kInvalidState if the copy was not retained or belongs to an earlier allocation.
 void* view_retained(const Range& range, bool writable);
 
-// Releases the memory and disk space of the named tags' backups, or of all tags' backups if there
-// are no names. Backups of paused tags are not released. Returns the number of released bytes.
+// Releases the memory and disk space of the named tags' backups, or of all tags' backups if
+// `names` is empty. Backups of paused tags are not released. Returns the number of released bytes.
 // Skips tags that are in a transition. Throws kUnknownTag.
 uint64_t trim_backups(const std::vector<std::string>& names);
 

@@ -37,8 +37,8 @@ std::vector<ExportedExtent> exportable_extents(const Range& range);
 // Exports the extents that back ranges of one tag on one device, but at most `most` extents. Skips
 // extents that the process of `to` has already imported. Records that the process has imported the
 // exported extents. Waits while a transition of the tag is in progress. If this function fails, no
-// extent is exported. Errors: the errors of exportable_extents(); kInvalidArgument if there are no
-// ranges, or the ranges belong to more than one tag or device; kDriverFailed if a driver call
+// extent is exported. Errors: the errors of exportable_extents(); kInvalidArgument if `ranges` is
+// empty, or the ranges belong to more than one tag or device; kDriverFailed if a driver call
 // fails; kInvalidState if the wait would deadlock.
 std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
                                            size_t most);

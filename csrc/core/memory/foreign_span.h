@@ -39,9 +39,9 @@ class ForeignSpan {
   // span or overlaps a mapped extent; kDriverFailed, kOutOfDeviceMemory.
   void map(std::vector<ForeignExtent> extents);
 
-  // Waits for work on the devices, then unmaps and releases the extents at `offsets`. If there are
-  // no offsets, this function only waits. Ignores offsets at which no extent is mapped. If the
-  // driver refuses a call (kDriverFailed), the function may be called again.
+  // Waits for work on the devices, then unmaps and releases the extents at `offsets`. If
+  // `offsets` is empty, this function only waits. Ignores offsets at which no extent is mapped. If
+  // the driver refuses a call (kDriverFailed), the function may be called again.
   void unmap(const std::vector<uint64_t>& offsets);
 
  private:

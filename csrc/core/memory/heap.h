@@ -73,7 +73,7 @@ class Heap {
   void commit_block(const Placement& plan, std::map<uint64_t, Mapping>& mapped);
 
   // --- free
-  const Block* find(uint64_t address) const;  // the block that starts there, or null
+  const Block* find(uint64_t address) const;  // the block that starts at `address`, or null
   std::optional<Range> block_around(uint64_t address) const;
   void free_later(uint64_t block) noexcept;  // allocates nothing: a free cannot fail
   const std::vector<uint64_t>& pending_frees() const { return pending_frees_; }

@@ -26,7 +26,7 @@ class Importer {
 
   int64_t pid() const { return pid_; }
 
-  // Records that the process has released these pieces. Ignores unknown ids.
+  // Records that the process has released the pieces with these ids. Ignores unknown ids.
   void released(const uint64_t* ids, size_t count) noexcept;
 
   // The functions below require the registry's lock.
@@ -52,7 +52,8 @@ class Importer {
   std::map<Tag*, uint64_t> bytes_;
 };
 
-// Returns whether another process has imported memory of one of the tags. Requires the lock.
+// Returns whether another process has imported memory of one of the tags. Requires the
+// registry's lock.
 bool is_imported(const std::vector<Tag*>& tags) noexcept;
 
 // Waits until a transition of `all` can begin (Need::kTransition) and no process has imported

@@ -16,7 +16,7 @@ namespace memsaver {
 
 // Enters a region. Waits while a transition of the tag is in progress. Without `policy`, an
 // existing tag keeps its policy, and the policy of a new tag is kNone.
-// Errors: kInvalidArgument for an empty tag; kInvalidState if the tag is paused or the wait would
+// Errors: kInvalidArgument for an empty name; kInvalidState if the tag is paused or the wait would
 // deadlock. If this function fails, nothing has changed.
 void enter_region(const std::string& tag, std::optional<Backup> policy);
 void enter_disabled();
@@ -52,7 +52,8 @@ inline Tag* current_tag() noexcept {
 }
 
 // Like current_tag(), but for an allocation on a stream: if the thread is outside any region or
-// disabled section, the tag of a bound stream takes precedence over the process's tag.
+// disabled section, the tag to which the stream is bound, if any, takes precedence over the
+// process's tag.
 Tag* current_tag(void* stream);
 
 }  // namespace memsaver

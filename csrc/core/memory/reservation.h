@@ -25,8 +25,8 @@ namespace memsaver {
 
 using Deadline = std::optional<std::chrono::steady_clock::time_point>;
 
-// Returns the calling thread's number, which is above 0 and, unlike the system's thread ids, is
-// never reused. Any thread.
+// Returns this library's id for the calling thread. The id is above 0 and, unlike the system's
+// thread ids, is never reused. Any thread.
 uint64_t this_thread() noexcept;
 
 // The condition that a thread waits for tags to satisfy.
@@ -69,8 +69,8 @@ void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag
 // Returns whether wait_for_tags would have to wait. Requires the registry's lock.
 bool would_wait(const std::vector<Tag*>& tags, Need need) noexcept;
 
-// Returns whether wait_for_tags would throw because the wait would deadlock. Needs the registry's
-// lock.
+// Returns whether wait_for_tags would throw because the wait would deadlock. Requires the
+// registry's lock.
 bool would_wait_for_ever(const std::vector<Tag*>& tags, Need need);
 
 // While this object exists, this thread is registered as waiting, outside wait_for_tags(), for the

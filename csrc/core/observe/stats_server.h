@@ -23,8 +23,8 @@ namespace stats_server {
 extern std::atomic<bool> settled;  // the server was started, or never will be
 void settle() noexcept;
 
-// Starts the server, once per process. Called after a tag has been created, without a lock. Later
-// calls cost only a load.
+// Starts the server, once per process. Called with no lock held, after a tag has been created.
+// Later calls cost only a load.
 inline void start() noexcept {
   if (!settled.load(std::memory_order_acquire)) settle();
 }

@@ -51,8 +51,7 @@ class HostClaim {
 
   // Records that `bytes` bytes of the claim are now allocated memory of this process, so the
   // system's available memory no longer includes them. Call this function after touching the
-  // memory. `bytes` must not
-  // exceed the untouched bytes.
+  // memory. `bytes` must not exceed the untouched bytes.
   void touched(uint64_t bytes) noexcept;
 
   // Returns `bytes` bytes to the budget, starting with touched bytes. The memory of these bytes
@@ -64,8 +63,7 @@ class HostClaim {
   void shrink_untouched(uint64_t bytes) noexcept;
 
   // Moves `bytes` bytes, starting with touched bytes, from this claim to the returned claim.
-  // `bytes` must
-  // not exceed the claimed bytes.
+  // `bytes` must not exceed the claimed bytes.
   HostClaim split(uint64_t bytes) noexcept;
 
   uint64_t bytes() const { return bytes_; }

@@ -1,6 +1,6 @@
 // lifecycle: the library's behavior after fork and at process exit.
 //
-// A child that was forked after the driver was opened shares the parent's tables but has no CUDA
+// A child that was forked after the driver was opened has a copy of the parent's tables but no CUDA
 // context, so the library is inert in that child. Every entry point that would acquire a lock or
 // use the driver calls forked() first. (A child that was forked earlier behaves like any other
 // process, as it does for CUDA itself.) At process exit, the library destroys nothing, because

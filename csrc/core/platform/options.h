@@ -86,8 +86,7 @@ void check_options();
 void set_option(const std::string& name, const std::string& text);
 
 // Returns the option's value as text that set_option() accepts: a size in bytes, "on" or "off", a
-// path,
-// an ordinal or "auto", or seconds. Throws kBadConfig for an unknown name.
+// path, an ordinal or "auto", or seconds. Throws kBadConfig for an unknown name.
 std::string option_text(const std::string& name);
 
 // Returns the names of all options, for messages.

@@ -25,7 +25,7 @@ class RuntimeFolder {
   // The descriptor of the checked folder, even if the path has been replaced since the check. Use
   // the descriptor for calls on files in the folder (such as unlinkat), not for reading.
   int descriptor() const { return descriptor_; }
-  const std::string& path() const { return path_; }  // its last part is not a link
+  const std::string& path() const { return path_; }  // its last component is not a link
 
   // Returns a path to the file `name` in the folder that fits into a socket's address, regardless
   // of the length of path(). The returned path is valid only in this process and while this object

@@ -41,7 +41,7 @@ class DeviceTransition {
   // Plans which pages are transferred (see plan_page_transfers), and reserves room in the undo
   // journal. Throws kDriverFailed.
   void plan(bool allow_larger);
-  // Removes the pages that exchange() will move from their pools. Requires the registry's lock.
+  // Removes from their pools the pages that exchange() will move. Requires the registry's lock.
   void take_pages() noexcept;
   // The type of the function that receives the events of a resume's copies.
   using Queued = std::function<void(CopyEvents)>;
@@ -56,7 +56,7 @@ class DeviceTransition {
   // Unmaps the pages that take_rest() removed. Throws kDriverFailed. Called inside on_each_device.
   void unmap();
   // Releases the unmapped pages after all steps have succeeded. Called inside on_each_device, or
-  // without a scope if the device cannot be entered.
+  // without a DeviceScope if the device cannot be entered.
   void release() noexcept;
 
   // Moves the pages and their contents back, without allocating host memory. Returns false if the

@@ -1,15 +1,15 @@
 // transition: pauses the tags in `out` and resumes the tags in `into`, either all of them or none,
 // on all of their devices.
 //
-// Every transition has three parts. It begins under the registry's lock, where it plans the leaving
-// and arriving pools (transition_plan.h) and then acquires the tags. It runs without the lock, on
+// Every transition has three parts. It begins under the registry's lock, where it acquires the tags
+// and then plans the leaving and arriving pools (transition_plan.h). It runs without the lock, on
 // any thread. Finally, it commits under the lock. In a pause no tag arrives, and in a resume no tag
 // leaves.
 //
 // The work of all devices (device_transition.h) runs concurrently. First, contents are saved. Each
-// page that fits is transferred from a leaving tag to an arriving tag as soon as its bytes are
-// saved. Memory is mapped and contents are restored piece by piece. The remaining pages are
-// unmapped, and are released at the end.
+// page that the plan assigns to an arriving tag (page_transfer.h) is transferred as soon as its
+// bytes are saved. Memory is mapped and contents are restored piece by piece. The remaining pages
+// are unmapped, and are released at the end.
 #pragma once
 
 #include <cuda.h>

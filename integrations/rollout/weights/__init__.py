@@ -8,9 +8,9 @@
   model, an update needs only the memory of one bucket, even if FSDP2's shards are gathered.
 - **In place.** An engine on the same GPUs reads tensors in shareable regions directly, without a
   bucket.
-- **Verified.** The engine's ranks compare each received tensor with the one that was sent and,
-  after the load, the model's contents with the received tensors, in the model's own layout. The
-  comparisons are bitwise and run on the GPUs.
+- **Verified.** For the tensors that `verify` selects, the engine's ranks compare the received
+  contents with those that were sent and, after the load, the model's contents with the received
+  ones, in the model's own layout. The comparisons are bitwise and run on the GPUs.
 - **All or none.** A failure on one rank raises the same error on all ranks. Every wait is bounded.
   The trainer's weights are only read. After a failed update, an engine can contain a mix of old and
   new weights. Repeating the call updates all weights.

@@ -17,7 +17,7 @@ def check_same(ranks: Sequence[int], everyones: Sequence[Sequence[Spec]], whole:
     """Raise the same `ConfigError` on all ranks if two ranks send different tensors.
 
     Args:
-        ranks: the numbers of the ranks.
+        ranks: the ranks, in the order of `everyones`.
         everyones: for each rank, the tensors that it sends.
         whole: whether every rank has whole tensors, whose shapes must therefore be equal.
     """

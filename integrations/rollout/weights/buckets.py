@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["ALIGNMENT", "Bucket", "Slot", "buckets_of"]
 
-ALIGNMENT = 512  # bytes, a size that suits every type and is the fastest for copies and collectives
+ALIGNMENT = 512  # bytes; suits every type, and is the fastest for copies and collectives
 
 
 @dataclass(frozen=True)

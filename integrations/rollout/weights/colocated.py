@@ -27,7 +27,7 @@ class BucketMemory:
 
     Args:
         nbytes: the size of the largest bucket, in bytes.
-        device: a CUDA device, or the host for memory that is shared between processes of this
+        device: a CUDA device, or the host for memory that is shared between processes on this
             machine.
         is_common: whether the trainer's ranks write to each other's memory.
 
@@ -41,7 +41,7 @@ class BucketMemory:
         self._device = torch.device(device)
         self._is_common = is_common
         self._receivers = Receivers()  # the engine's ranks of the last bucket
-        self._is_sent = False  # whether these ranks may have received the bucket's text
+        self._is_sent = False  # whether these ranks may have received the bucket's payload
         self._others: list[Any] = []  # the buckets of other ranks
         nbytes = max(nbytes, 1)  # an empty allocation cannot be shared
         if self._device.type != "cuda":
@@ -108,7 +108,7 @@ class BucketMemory:
         Each handle is for one other rank, which passes it to `open`.
 
         Torch expects exactly one receiver for each handle. With a second receiver, torch could free
-        the memory while one of them is still using it.
+        the memory while one of the two is still using it.
         """
         with self._file_names():
             return [shared(self._memory) for _ in range(count)]

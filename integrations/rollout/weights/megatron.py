@@ -51,7 +51,7 @@ def megatron_parts(
 
     Args:
         state: a Megatron `GPTModel`, or a mapping from the model's names to this rank's tensors.
-        tp_rank: this rank's number in the tensor-parallel group.
+        tp_rank: this process's rank in the tensor-parallel group.
         tp_size: the number of ranks in that group.
         heads: the number of attention heads in the model.
         query_groups: the number of key-value heads in the model.
@@ -95,7 +95,7 @@ def megatron_parts(
 def _outside(
     name: str, tensor: Any, tp_rank: int, tp_size: int, vocabulary: int
 ) -> tuple[str, Any]:
-    """Return the checkpoint's name and this rank's part of a tensor outside the layers."""
+    """Return the checkpoint's name for a tensor outside the layers, and this rank's part."""
     if name in _NORM:
         return _NORM[name], tensor
     if name not in _VOCABULARY:

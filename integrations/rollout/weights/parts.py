@@ -20,7 +20,7 @@ class Part:
     """A rank's part of a whole tensor; the part is a box of the tensor's elements. See `update`.
 
     Attributes:
-        tensor: the part's elements, which can have any strides. If the tensor's shape differs from
+        tensor: the part's elements; the tensor can have any strides. If its shape differs from
             `size`, the box must contain whole rows, and the tensor must contain the same elements
             in the same order.
         shape: the shape of the whole tensor.
@@ -75,7 +75,7 @@ def copy_box(box: Box, whole: Any, out: Any) -> None:
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box | None]) -> None:
-    """Raise `ConfigError` unless the ranks' boxes together contain every element of a tensor.
+    """Raise `ConfigError` unless the ranks' boxes cover a tensor without overlap.
 
     Args:
         name: the tensor's name.

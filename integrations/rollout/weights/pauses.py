@@ -71,7 +71,7 @@ def paused_generation(
 def _continued(engine: RolloutEngine | EngineSet, steps: UpdateSteps, limit: float) -> str:
     """Continue generation on all engines after a failed pause, and describe their states.
 
-    The failed pause might have stopped the generation. A collective.
+    The failed pause might still have stopped generation. A collective.
     """
     backend = engine.backend
 

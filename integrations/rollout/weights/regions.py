@@ -21,7 +21,7 @@ __all__ = ["RegionTensors"]
 
 
 class RegionTensors:
-    """A context manager for this rank's tensors in their own memory. See `BucketMemory`.
+    """A context manager for tensors that this rank sends without a copy. See `BucketMemory`.
 
     memsaver keeps the memory of a payload for its receiver. If the update fails and no receiver
     will open the payload, the memory is released when the context manager exits.

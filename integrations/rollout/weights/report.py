@@ -17,8 +17,8 @@ class WeightUpdate:
         bytes: the number of bytes that were sent to each rank of the engine.
         tensors: the number of tensors that were sent.
         tied: the tensors that were not sent because they share the memory of another tensor.
-        mapped: the number of tensors that were sent without a copy, because the engine read them in
-            the trainer's shareable regions.
+        mapped: the number of tensors that were sent without a copy, because the engine read them
+            directly from the trainer's shareable regions.
         buckets: the number of buckets in which the other tensors were sent.
         bucket_bytes: the size of the largest bucket in bytes, which is the memory that the update
             needs in addition to the model; 0 if there are no buckets.

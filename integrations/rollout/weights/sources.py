@@ -49,7 +49,7 @@ class Source:
         spec: the tensor's description.
         device: the device of this rank's part.
         distributed: whether the tensor is a DTensor, of which each rank has a part.
-        part: the `Part` that is written to the buckets of all ranks; or None.
+        part: the `Part` that is written to the buckets of all ranks; None for other tensors.
     """
 
     def __init__(self, spec: Spec, tensor: Any, part: Part | None = None) -> None:

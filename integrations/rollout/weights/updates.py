@@ -64,8 +64,9 @@ def update(
     differ as long as the resulting tensors are the same.
 
     The engine's weights must be awake, but its KV cache can be asleep. Without `group`, the engine
-    must be on the same GPUs. Each of the engine's ranks shares a GPU with the trainer rank that has
-    the same index in the tensor-parallel group; the group can have more ranks than the engine.
+    must be on the trainer's GPUs. Each of the engine's ranks shares a GPU with the trainer rank
+    that has the same index in the tensor-parallel group; the group can have more ranks than the
+    engine.
 
     Tensors in shareable regions are sent without a bucket if the engine can map them
     (`WeightUpdate.mapped`). The caller must not change these tensors during the call.
@@ -154,7 +155,7 @@ class _Update:
             memory: list[BucketMemory] = []
 
             def begin() -> None:
-                # No other thread pauses them.
+                # Until the update ends, no other thread can pause the tags.
                 held.enter_context(_C.Reservation(plan.tags, timeout))
                 for source in plan.sources.values():
                     source.check()
@@ -219,8 +220,7 @@ class _Update:
             backend.end_update(limit, complete)
 
         try:
-            # A begin that failed may still have taken effect: after its timeout, or on other
-            # engines.
+            # A failed `begin` may still have taken effect: after its timeout, or on other engines.
             self._steps.on_leader(f"{_WHAT}: its beginning", begin, timeout)
             yield
         except BaseException:
@@ -251,7 +251,7 @@ class _Update:
             memory.settle()
             if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
-            text = ""  # if no receiver opens it: torch keeps memory until each receiver closes it
+            text = ""  # without a receiver: torch keeps memory until its receiver closes it
             if self._engine.layout.tp_rank < self._engine.tp_size:
                 # First, because it raises an error if the memory is paused.
                 text = memory.payload(views, self._options.layout)

@@ -1,4 +1,4 @@
-"""Select backups from a region's options, and release backups after a resume."""
+"""Select backup policies from regions' options, and release backups after a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BACKENDS", "Backups", "CpuBackupBackend", "backup_for"]
 CpuBackupBackend: TypeAlias = Literal["mmap", "pinned"]
 
 BACKENDS: dict[str, Backup] = {"pinned": "host", "mmap": "pageable"}
-"""memsaver's backup for each kind of host memory."""
+"""memsaver's backup policy for each kind of host memory."""
 
 
 def backup_for(
@@ -24,7 +24,7 @@ def backup_for(
     cpu_backup_backend: str | None,
     default_backend: str,
 ) -> Backup:
-    """Return memsaver's backup for a region's options.
+    """Return memsaver's backup policy for a region's options.
 
     Raises:
         ConfigError: the options are inconsistent, or the kind of host memory is unknown.
@@ -49,8 +49,7 @@ class Backups:
     Any thread may use this object.
 
     Attributes:
-        retain: whether the memory is kept with its contents; None if the program has not set a
-            value.
+        retain: whether the memory is kept with its contents; None if no value has been set.
     """
 
     def __init__(self, retain: bool | None) -> None:

@@ -63,7 +63,7 @@ class ThreadState:
         return self._region()[1] == "disk"
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """Return the kind of host memory for this thread's backups, or the default kind."""
+        """Return the kind of host memory for this thread's backups; the default if none is used."""
         named = {backup: kind for kind, backup in BACKENDS.items()}
         return named.get(self._region()[1], self._backend).encode()
 
@@ -72,7 +72,7 @@ class ThreadState:
         memsaver.configure(margin_bytes=int(value))
 
     def _region(self) -> tuple[str, Backup]:
-        """Return the tag and the backup of this thread's allocations."""
+        """Return the tag and the backup policy of this thread's allocations."""
         name = _C.region_tag()
         return parts.split(name) if name is not None else ("default", "none")
 

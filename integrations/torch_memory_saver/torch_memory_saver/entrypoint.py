@@ -81,7 +81,7 @@ class TorchMemorySaver:
     ) -> Iterator[None]:
         """Capture a graph as `torch.cuda.graph` does, with its memory in `tag`.
 
-        Works in either mode.
+        Works in both hook modes.
 
         Args:
             cuda_graph: a `torch.cuda.CUDAGraph` to capture into.
@@ -220,7 +220,8 @@ class TorchMemorySaver:
             x: a tensor.
             zero_copy: False returns a copy of the backup. True returns a tensor that shares the
                 backup's memory and is valid until the tag's next transition. If the tag is paused,
-                a resume restores the contents of this tensor.
+                a resume copies the contents of the returned tensor, including any changes to them,
+                back to device memory.
 
         Raises:
             ConfigError: `x` is not a tensor.
@@ -252,7 +253,7 @@ class TorchMemorySaver:
 
 
 class _Process:
-    """The state that all objects of a process share."""
+    """The state that all `TorchMemorySaver` objects of a process share."""
 
     def __init__(self, environment: Environment) -> None:
         self.thread = ThreadState(environment.backend)
@@ -261,7 +262,7 @@ class _Process:
         self._backend = environment.backend
 
     def backup_for(self, cpu: bool, disk: bool, backend: str | None) -> Backup:
-        """Return memsaver's backup for a region's options."""
+        """Return memsaver's backup policy for a region's options."""
         return backup_for(cpu, disk, backend, self._backend)
 
     def devices(self) -> list[int] | None:

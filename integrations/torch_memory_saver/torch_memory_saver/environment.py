@@ -1,14 +1,14 @@
-"""The environment variables of torch_memory_saver, which are read once.
+"""The environment variables of torch_memory_saver, which are read at the first use.
 
 | variable | meaning |
 |---|---|
 | TMS_INIT_ENABLE | the whole process is a region with the tag "default"; it must be preloaded |
 | TMS_INIT_ENABLE_CPU_BACKUP | that region has a backup in host memory |
 | TMS_INIT_ENABLE_DISK_BACKUP | that region has a backup on disk |
-| TMS_INIT_CPU_BACKUP_BACKEND | "pinned" or "mmap", the default for regions |
+| TMS_INIT_CPU_BACKUP_BACKEND | the default backend for regions: "pinned" or "mmap" |
 | TMS_RETAIN_CPU_BACKUP | `TorchMemorySaver.retain_cpu_backup` |
 | TMS_DISK_BACKUP_DIR | `TorchMemorySaver.set_disk_backup_dir` |
-| TMS_DISK_BACKUP_CHUNK_MB | has no effect: memsaver chooses its own pieces |
+| TMS_DISK_BACKUP_CHUNK_MB | has no effect: memsaver chooses its own chunk size |
 
 The preloaded library also reads the first four variables before Python starts.
 """

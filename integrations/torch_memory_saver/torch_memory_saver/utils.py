@@ -1,4 +1,4 @@
-"""Find the preloaded library, and change environment variables."""
+"""Find the library to preload, and change environment variables."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def preload_library() -> Path:
 def get_binary_path_from_package(stem: str) -> Path:
     """Return the path of the library with this name, for programs that set LD_PRELOAD themselves.
 
-    If torch is installed, the path belongs to the library whose name contains torch's CUDA version.
-    The libraries are identical.
+    If torch is built for CUDA 12 or 13, the name of the returned library contains that version. The
+    libraries are identical.
 
     Raises:
         ConfigError: the name is unknown, or `LD_PRELOAD` cannot contain the path.
@@ -89,6 +89,6 @@ def _cuda_suffix() -> str:
 
 
 def _is_found_by_name() -> bool:
-    """Return whether a child process with this LD_LIBRARY_PATH finds memsaver's library."""
+    """Return whether a child with this process's LD_LIBRARY_PATH finds memsaver's library."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
     return any((Path(folder) / LIBRARY).is_file() for folder in folders if folder)

@@ -1,7 +1,7 @@
 """The sender's server, which sends descriptors of shareable memory to processes of the same user.
 
 One thread accepts connections and forwards release requests. For each importer, another thread
-answers its messages and detects when it has ended. An importer's record ends when the importer
+answers the importer's messages and detects its exit. An importer's record ends when the importer
 reports that it maps no memory, or when its process exits. A closed connection alone does not prove
 that the memory is unmapped.
 """
@@ -215,7 +215,7 @@ class _Importer:
             poll.poll()
 
     def close(self) -> None:
-        self.record.close()  # sent before the memory is freed, because a free may wait for a pause
+        self.record.close()  # precedes the frees, because a free may wait for a pause
         for token in list(self.held):
             self._end(token)
         with contextlib.suppress(OSError):

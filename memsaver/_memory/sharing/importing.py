@@ -115,7 +115,7 @@ def _tensor(
 
 
 class _UseEnd:
-    """An object that records the end of a use when it is deleted.
+    """An object whose deletion records the end of a use of sent memory.
 
     There must be no weak reference to this object. While `__del__` runs, a weak reference would
     still return the object, and another thread could use the memory after the use has ended.
@@ -137,7 +137,7 @@ class _Memory:
     object alive.
 
     torch creates a tensor from this object through the CUDA array interface. On the simulated
-    driver, it creates the tensor from a buffer over the memory instead.
+    driver, torch creates the tensor from a buffer over the memory instead.
     """
 
     def __init__(self, use: Use, ordinal: int, peer: peers.Peer) -> None:
@@ -174,7 +174,7 @@ class _Memory:
 
 
 def _memories_at(places: Sequence[Place]) -> list[_Memory]:
-    """Return the memory of sent tensors. Tensors in the same memory share one use of it.
+    """Return the memory of sent tensors. Tensors in the same memory share one use.
 
     If two threads begin a use of the same memory, each thread ends its own use.
     """
@@ -195,7 +195,7 @@ def _memories_at(places: Sequence[Place]) -> list[_Memory]:
 
 
 def _begun(places: dict[_Key, Place]) -> dict[_Key, _Memory]:
-    """Begin uses of memory of one tag on one device."""
+    """Begin uses of one tag's memory on one device, and return the mapped memory."""
     first = next(iter(places.values()))
     peer = peers.peer_at(first.endpoint, first.tag)
     ordinal = _ordinal(first)

@@ -5,8 +5,8 @@ is the only thread that changes extents. Other threads add jobs to its queue. Th
 because a finalizer might run in the middle of another call on the same thread.
 
 Each use of a sent tensor begins with an import request to the sender. The sender keeps the memory
-until the use has ended in this process and on this process's devices. One import request can begin
-the uses of many tensors.
+until the use has ended in this process and on this process's devices. One import request can start
+the use of many tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Peer:
         self._refusal = ""  # the other process's reason for closing the connection, if sent
         self._is_importing = False
         self._was_requested = False  # whether a release was requested during an import
-        # Closed with this object and no earlier, because any thread may write to it.
+        # Closed only when this object is deleted, because any thread may write to it.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,7 +88,7 @@ class Peer:
         after an error.
 
         Args:
-            uses: 1 to MOST_TOKENS uses of memory of one tag on one device.
+            uses: 1 to MOST_TOKENS uses of one tag's memory on one device.
             ordinal: the device's number in this process.
 
         Raises:

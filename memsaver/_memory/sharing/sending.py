@@ -199,7 +199,7 @@ def located(tensor: Any) -> tuple[str, State] | None:
 
 
 def settled(tensor: Any) -> tuple[str, State] | None:
-    """Wait until no transition of the tensor's tag is in progress, and return `located`.
+    """Wait until no transition of the tensor's tag is in progress, and return `located(tensor)`.
 
     Does not wait if the wait would deadlock.
     """
@@ -217,7 +217,7 @@ def settled(tensor: Any) -> tuple[str, State] | None:
 
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if the tensor has no memory of its own."""
-    with _C.SignalsDeferred():  # so that a handler's exception is not taken for torch's
+    with _C.SignalsDeferred():  # so that a handler's exception is not mistaken for torch's
         try:
             return int(tensor.untyped_storage().data_ptr())
         except Exception:
@@ -293,7 +293,7 @@ def _add_importers(error: MemsaverError) -> None:
                 rows = _C.importers()
             except Exception:
                 return  # the original error matters more
-        # The core truncates a long tag in an error to 127 bytes of whole characters.
+        # The core truncates a long tag in an error to at most 127 bytes, at a character boundary.
         is_cut = len(error.tag.encode()) > 127 - 4
         error.importers = tuple(
             (pid, nbytes)

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-_Memory = tuple[int, int, int]  # a storage's address, and the address and bytes of its memory
+_Memory = tuple[int, int, int]  # a storage's address, and the address and size of its memory
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ def _prune() -> None:
     global _most_sent
     if len(_sent_of) < _most_sent:
         return
-    _most_sent = 2 * len(_sent_of)  # a finalizer that sends a tensor does not begin this again
+    _most_sent = 2 * len(_sent_of)  # so that a finalizer that sends a tensor does not prune
     for sent in list(_sent_of.values()):
         if sent.weak.expired():
             _forget(sent)

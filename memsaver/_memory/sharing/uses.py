@@ -1,4 +1,4 @@
-"""Memory of another process that is mapped in this process, and its uses."""
+"""Another process's memory, mapped in this process, and its uses."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Place(NamedTuple):
     span_bytes: int
     address: int
     nbytes: int
-    ids: tuple[int, ...]  # the ids of the extents under it
+    ids: tuple[int, ...]  # the ids of the extents that contain the memory
     device: str  # see importing.name_of
 
 
 class Extent:
-    """A mapped extent of another process."""
+    """An extent of another process's memory, mapped in this process."""
 
     __slots__ = ("id", "nbytes", "offset", "span", "users", "wanted")
 
     def __init__(self, span: Span, offset: int, nbytes: int, number: int) -> None:
         self.span, self.offset, self.nbytes, self.id = span, offset, nbytes, number
-        self.users = 0  # uses that have begun
+        self.users = 0  # uses in progress
         self.wanted = False  # whether it is released when its last use ends
 
 

@@ -14,7 +14,7 @@ _UNLIMITED = 1 << 60  # without a limit, cgroup v1 reports a number near 2^63
 
 
 def memory_limits() -> list[tuple[str, int]]:
-    """Return the file and the bytes of each limit of the process's groups and their ancestors."""
+    """Return the file and size of each limit on the process's groups and their ancestors."""
     limits = []
     for folder, files in _groups():
         for name in files:

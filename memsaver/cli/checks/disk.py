@@ -86,7 +86,7 @@ def _space(free: int) -> Finding:
 
 
 def _default_directory() -> str:
-    """Return the library's default directory, for an empty disk_dir."""
+    """Return the directory that the library uses if disk_dir is empty."""
     for candidate in (os.environ.get("TMPDIR", ""), "/var/tmp"):
         if os.path.isdir(candidate) and os.access(candidate, os.W_OK | os.X_OK):
             return candidate

@@ -19,7 +19,7 @@ __all__ = ["check_devices", "check_driver", "check_nvml"]
 OLDEST = 525  # the driver of CUDA 12.0
 OLDEST_CUDA = 12000
 
-# Of CUdevice_attribute.
+# Values of CUdevice_attribute.
 _INTEGRATED = 18
 _COMPUTE_MODE = 20
 _MAJOR, _MINOR = 75, 76
@@ -27,8 +27,8 @@ _VMM = 102
 _RDMA_WITH_VMM = 110
 _RDMA = 116
 
-_EXCLUSIVE, _PROHIBITED = 3, 2  # of CUcomputemode
-_FIRST_WITH_KERNEL = 7  # the compute capability that fingerprints need
+_EXCLUSIVE, _PROHIBITED = 3, 2  # values of CUcomputemode
+_FIRST_WITH_KERNEL = 7  # the minimum major compute capability for fingerprints
 
 
 def check_driver() -> list[Finding]:

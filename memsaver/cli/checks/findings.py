@@ -53,10 +53,10 @@ def absent(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
 
 
 def warned(name: str, text: str, advice: str, /, **data: Any) -> Finding:
-    """Return a finding for the case that memsaver works, but not optimally or not as expected."""
+    """Return a finding that memsaver works, but not optimally or not as expected."""
     return Finding(name, Level.WARNED, text, advice, data)
 
 
 def bad(name: str, text: str, advice: str, /, **data: Any) -> Finding:
-    """Return a finding for the case that memsaver does not work, or that contents may be lost."""
+    """Return a finding that memsaver does not work, or that contents may be lost."""
     return Finding(name, Level.BAD, text, advice, data)

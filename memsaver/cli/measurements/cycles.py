@@ -36,7 +36,7 @@ class CycledTag:
         device: the device's index.
         nbytes: the size in bytes, a multiple of `GRAIN`.
         backup: the tag's policy.
-        doubts: a list to which the object adds a text for each unexpected result.
+        doubts: a list to which the object adds a message for each unexpected result.
 
     Raises:
         OutOfDeviceMemoryError: the device has too little free memory.
@@ -88,7 +88,7 @@ class CycledTag:
             MemsaverError: the contents differ.
         """
         seconds = seconds_of(lambda: memsaver.resume(self._tag))
-        lost = 0xFF if memsaver.options().poison else 0  # a byte without a backup
+        lost = 0xFF if memsaver.options().poison else 0  # the value of a byte without a backup
         for index, address in enumerate(self._addresses):
             expected = bytes([self._byte(index) if self._has_backup else lost]) * _SAMPLE
             for at in (address, address + self._block - _SAMPLE):
@@ -116,8 +116,8 @@ def measure_discarded(
 ) -> list[Figure]:
     """Measure pauses and resumes without a backup, and compare them with the driver's calls.
 
-    `rest` is called between a pause and its resume (see `measure_driver`). The first cycle is not
-    counted, because its resume merges memory into fewer pieces.
+    `rest` is called between a pause and its resume (see `measure_driver`). The first cycle is
+    ignored, because its resume merges memory into fewer pieces.
     """
     pauses, resumes = [], []
     for _ in range(rounds + 1):
@@ -163,8 +163,8 @@ def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figur
 def _figures(
     group: str, rows: list[tuple[str, str, list[float], str]], nbytes: int, limits: Limits
 ) -> list[Figure]:
-    """Return a figure for each row, which contains a name, a title, seconds, and the text of a
-    limit.
+    """Return a figure for each row, which contains a name, a title, seconds, and a limit's
+    description.
     """
     figures = []
     for name, title, seconds, limit in rows:

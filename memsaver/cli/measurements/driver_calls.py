@@ -26,9 +26,9 @@ def measure_driver(
 ) -> list[Figure]:
     """Time each of the four calls for all of `memory`, which must not be mapped.
 
-    Unmaps it again. Needs the device's context. `rest` is called before memory is created. The
-    driver clears memory after the release, and an immediate allocation would have to wait until the
-    memory is cleared.
+    Unmaps and releases the memory again. Needs the device's context. `rest` is called before memory
+    is created. The driver clears memory after the release, and an immediate allocation would have
+    to wait until the memory is cleared.
     """
     seconds: dict[str, list[float]] = {name: [] for name in _TITLES}
     for _ in range(rounds):

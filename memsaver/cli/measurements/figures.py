@@ -20,11 +20,11 @@ class Figure:
         group: the group of the figure, such as "bus, pinned memory", "no backup" or "backup on the
             host".
         title: the title within the group.
-        bytes: the number of bytes of each repetition.
+        bytes: the number of bytes that each repetition processes.
         seconds: the time of each repetition, in order.
         limit: a description of the lower bound of the time, or "" if the figure is itself a limit.
-        limit_seconds: the lower bound for `bytes` bytes, from medians, or None without a lower
-            bound.
+        limit_seconds: the lower bound for `bytes` bytes, computed from medians; None if there is no
+            lower bound.
     """
 
     name: str

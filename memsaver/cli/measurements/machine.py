@@ -150,7 +150,7 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
 def _saved(size: int) -> tuple[int, list[str]]:
     """Return the number of bytes to back up, and notes. The copy buffers are taken into account.
 
-    If the option host_bytes is the limit, the backup may use the whole limit, because the user
+    If the option host_bytes is the limit, the backup may use the full limit, because the user
     chose it.
     """
     held, available = _C.host_memory()

@@ -17,7 +17,7 @@ from memsaver.cli.sizes import gibibytes
 __all__ = ["draw_picture"]
 
 _OURS, _LIMIT = "#2a6fbb", "#b0b7c0"
-_BAR = 0.36  # the height of a bar, as a part of the distance between two figures
+_BAR = 0.36  # the height of a bar, as a fraction of the distance between two figures
 
 
 def draw_picture(measured: Measured, kind: str) -> bytes:

@@ -24,7 +24,7 @@ def configure_subprocess() -> Iterator[None]:
         ConfigError: a library's path contains a space or a colon, which `LD_PRELOAD` does not
             support.
     """
-    # Includes memsaver's own library, so that the other library need not search for it.
+    # Include memsaver's own library, so that this package's library need not search for it.
     others = memsaver.preload_env()["LD_PRELOAD"].split(":")
     ours = str(preload_library())
     preloaded = [ours, *(path for path in others if path != ours)]
