@@ -61,7 +61,7 @@ def next_answer(
 
 
 def failure_of(ranks: Sequence[RankReport], what: str, then: str) -> Failure | None:
-    """Return the first failure, with the rank's name in the message; None if no rank failed.
+    """Return the first failure, with the rank and its host in the message; None if no rank failed.
 
     Args:
         ranks: the reports of all ranks.

@@ -31,7 +31,8 @@ class EngineBackend(Generic[Link]):
 
     Attributes:
         link: the connection to the engine.
-        other_ranks: the engine's arguments that add ranks outside its tensor-parallel group, or "".
+        other_ranks: the engine's arguments that add ranks outside its tensor-parallel group, as
+            text; "" if there are none.
 
     Args:
         link: the connection to the engine.
@@ -98,7 +99,7 @@ class EngineBackend(Generic[Link]):
 
 
 def ranks_in(arguments: Mapping[str, Any], name: str) -> int:
-    """Return a number of ranks from an engine's arguments; 1 if the argument is missing."""
+    """Return the number of ranks in an engine's argument `name`; 1 if it is missing or 0."""
     value = arguments.get(name)
     if value is None:
         return 1

@@ -32,12 +32,12 @@ def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         start_daemon("blocking", lambda: settle(done, lambda: _run(loop, work)))
         return done.result()
     finally:
-        if done.cancel():  # the thread has not begun
+        if done.cancel():  # the thread has not started the work
             loop.close()
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_cancel_all, loop)
-            wait([done])  # even after an interrupt: engines with blocking calls use one thread
+            wait([done])  # even after an interrupt: two threads must not call the engine at once
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

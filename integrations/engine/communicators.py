@@ -89,7 +89,7 @@ class Suspender:
         mostly waits for copies and the resume mostly waits for the driver. Otherwise, `work` runs
         after the resume.
 
-        Raises an error and changes nothing if a rank lacks memory for the communicators, or if a
+        Reports a failure and changes nothing if a rank lacks memory for the communicators, or if a
         communicator cannot be resumed because `suspend` failed. `work` may have run even if a
         communicator's resume fails.
 
@@ -137,7 +137,10 @@ class Suspender:
     def _check(
         self, chosen: Sequence[Communicator], lacking: Sequence[Communicator], nbytes: int
     ) -> bool:
-        """Raise if a resume would fail; return whether `nbytes` can be mapped during the resume."""
+        """Return whether `nbytes` can be mapped during a resume.
+
+        Raises an error if the resume would fail.
+        """
         if self._lost:
             raise EngineError(self._lost)
         if lacking:
@@ -185,10 +188,9 @@ class Suspender:
 def _complete(
     group: Group, mine: Sequence[Communicator]
 ) -> tuple[list[Communicator], list[Communicator], bool]:
-    """Return two groups of communicators: those that all of their ranks list, and the rest.
-    Collective.
+    """Divide this rank's communicators into those that all of their ranks list, and the rest.
 
-    Also returns whether any rank lists any communicator.
+    Collective. Also returns whether any rank lists any communicator.
     """
     listed = group.gather({"each": [[one.name, list(one.ranks), one.rank] for one in mine]})
     places: dict[Key, list[int]] = {}

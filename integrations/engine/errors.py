@@ -37,7 +37,7 @@ class EngineTimeoutError(EngineError, TimeoutError):
 
 
 class EngineBusyError(InvalidStateError):
-    """The engine has requests in flight that need the memory."""
+    """The engine cannot perform the operation while requests are in flight."""
 
     _status = "ENGINE_BUSY"
 

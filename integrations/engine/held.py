@@ -5,7 +5,7 @@
 | `tags` | memory that is still mapped in memsaver's tags |
 | `graphs` | torch's private pools outside tags, used by CUDA graphs that cannot be paused |
 | `tensors` | torch's tensors outside tags and private pools, including cuBLAS's workspaces |
-| `cache` | torch's cached memory without a tensor |
+| `cache` | torch's cached memory that no tensor uses |
 | `nccl` | memory of NCCL's communicators, if NCCL reports it |
 | `context` | the process's remaining memory, such as its CUDA context and libraries' allocations |
 | `rest` | all other memory in use on the device, such as that of other processes |
@@ -117,7 +117,7 @@ def clear_workspaces(device: int) -> None:
     """
     torch = torch_with_cuda()
     if torch is not None and not of_segments(_segments(device))["graphs"]:
-        with contextlib.suppress(AttributeError):  # a torch without this private function
+        with contextlib.suppress(AttributeError):  # a torch version without this private function
             torch._C._cuda_clearCublasWorkspaces()
 
 

@@ -11,17 +11,17 @@ from typing import Any
 __all__ = ["INSTALLED", "Hooks", "around", "install", "modules_of", "wrapped"]
 
 Hooks = Mapping[str, tuple[str, Callable[..., Any]]]
-"""By method, "module.Class.method", the hook and its kind.
+"""The kind and the hook for each method, keyed by "module.Class.method".
 
-AROUND hooks are called with the original and its arguments, AFTER hooks with its result and its
-arguments, and REPLACE hooks with its arguments.
+AROUND hooks are called with the original method and its arguments, AFTER hooks with the method's
+result and its arguments, and REPLACE hooks with its arguments.
 """
 
 INSTALLED = "_memsaver_hooks"  # an attribute of a class, or of a function hooked individually
 
 
 def modules_of(*all_hooks: Hooks) -> tuple[str, ...]:
-    """Return the modules with methods to hook."""
+    """Return the names of the modules that contain the methods to hook."""
     targets = (target for hooks in all_hooks for target in hooks)
     return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
 

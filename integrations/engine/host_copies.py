@@ -1,4 +1,4 @@
-"""Copies of a model's buffers in host memory while an engine's memory is released."""
+"""Copies a model's buffers to host memory, to keep them while an engine's memory is released."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Engine(Protocol):
         """Abort all requests. Some requests may end shortly after the call returns."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate, with the engine's own arguments and results.
+        """Run a generation with the engine's own arguments and results.
 
         Args:
             args: the engine's positional arguments.
@@ -99,7 +99,7 @@ class Request:
         input_ids: the prompt's tokens; [] if the prompt is text.
         sampling_params: the engine's sampling parameters, without "n".
         multimodal: the parts of the prompt that are not tokens, keyed by the engine's names for
-            them, such as "image_data"; or None.
+            them, such as "image_data"; None if there are none.
         text: the prompt's text, which the engine tokenizes; None if the prompt consists of tokens.
     """
 
@@ -135,8 +135,8 @@ class SharedTensors:
         payloads: the serialized tensors for each of the engine's ranks, in rank order.
         layout: either "whole", for tensors as in a checkpoint, which the model's loader reads, or
             "engine", for tensors with the layout and the names of the model's parameters.
-        in_bucket: whether whole tensors are in one contiguous piece of memory; always False for
-            shards.
+        in_bucket: for the layout "whole", whether the tensors are in one contiguous block of
+            memory; otherwise ignored.
     """
 
     payloads: tuple[str, ...]

@@ -27,7 +27,8 @@ class Knowledge:
             Data-parallel schedulers may differ after a failure.
         lost: the tags whose contents were lost when the last release or resume failed.
         is_known: whether `anywhere` is the current state.
-        guarded: whether memsaver's plugin in the engine reports its state and can refuse requests.
+        guarded: whether the engine has memsaver's plugin, which reports the engine's state and can
+            refuse requests.
         admits: whether the engine accepts requests while it sleeps, and holds the requests or wakes
             up for them.
 
@@ -41,7 +42,7 @@ class Knowledge:
         self.lost: frozenset[str] = frozenset()
         self.is_known = True
         self.guarded = self.admits = False
-        self._numbers: dict[str, int] = {}  # each scheduler's latest known answer
+        self._numbers: dict[str, int] = {}  # of each scheduler's latest known answer
 
     def current(self) -> frozenset[str] | None:
         """Return `anywhere`, or None if it is not the current state."""

@@ -1,4 +1,4 @@
-"""Protocols for a package's functions that start an engine or create its backend.
+"""Protocols for the functions of an engine's package that start an engine or create its backend.
 
 mypy checks the packages' modules against these protocols.
 """

@@ -58,8 +58,8 @@ def result_of(
         what: a description of the call, for error messages.
         timeout: seconds to wait.
         death: a function that describes an engine process that has ended, or returns "".
-        wait: a function that waits for the call for a number of seconds; None waits for another
-            thread.
+        wait: a function that waits for the call for at most the given seconds; None blocks the
+            calling thread.
         kinds: memsaver's errors, keyed by the class names of the engine's errors that they replace.
 
     Raises:

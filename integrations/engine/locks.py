@@ -16,7 +16,7 @@ from .errors import EngineTimeoutError
 
 __all__ = ["late_generation", "locked"]
 
-_HANDLERS_SECONDS = 0.05  # the longest time that a wait defers signal handlers
+_HANDLERS_SECONDS = 0.05  # the longest time for which a wait defers signal handlers
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def check_outside_loop() -> None:
 
 
 def settle(done: Future[Result], work: Callable[[], Result]) -> None:
-    """Run `work` for the thread that waits for its result, unless `done` is cancelled."""
+    """Run `work`, and store its result or exception in `done`, unless `done` is cancelled."""
     if not done.set_running_or_notify_cancel():
         return
     try:

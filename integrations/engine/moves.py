@@ -107,7 +107,7 @@ class _Pause:
         self._backups = backups
         self._held = held
         self._names: dict[str, str] = {}
-        self._seconds = 0.0  # that begin() took
+        self._seconds = 0.0  # the duration of begin()
         self._begun: list[list[Call]] = []  # by step
         self._unpaused: list[Call] = []
 

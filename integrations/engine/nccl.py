@@ -23,7 +23,7 @@ from .errors import EngineError, EngineTimeoutError
 __all__ = ["SECONDS", "SINCE", "Call", "Communicator", "Key", "Nccl", "loaded"]
 
 SINCE = 22907  # the first version with the functions, as ncclGetVersion returns it
-# The longest wait for the other ranks, below a controller's timeout for a whole operation.
+# The longest wait for the other ranks, shorter than a controller's timeout for an operation.
 SECONDS = 20.0
 
 _MEMORY = 0x01  # NCCL_SUSPEND_MEM
@@ -34,10 +34,10 @@ _FILE = "libnccl.so.2"
 
 
 class Nccl:
-    """A loaded NCCL library. Any thread.
+    """A loaded NCCL library. Any thread may make calls.
 
     Args:
-        library: the loaded library; a library without these functions counts as an old version.
+        library: the loaded library; a library without these functions is treated as an old version.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -150,7 +150,7 @@ class Communicator:
 
     Attributes:
         name: the communicator's name, which is the same on all of its ranks.
-        ranks: the names of the communicator's ranks in the engine's world, in the communicator's
+        ranks: the communicator's members as ranks in the engine's world, in the communicator's
             order.
         rank: this process's rank in the communicator.
         handle: the address of NCCL's object.

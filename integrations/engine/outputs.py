@@ -48,7 +48,7 @@ def sample(
     if numbers is not None and len(numbers) != len(tokens):
         if finish != "abort":
             raise ValueError(f"{len(numbers)} log-probabilities for {len(tokens)} tokens")
-        both = min(len(numbers), len(tokens))  # the abort left the lists unequal
+        both = min(len(numbers), len(tokens))  # the abort left lists of unequal length
         tokens, numbers = tokens[:both], numbers[:both]
     shown = None if version is None else encodable(str(version))
     return Sample(tokens, numbers, encodable(str(finish)), shown)

@@ -31,7 +31,7 @@ class Gpu:
     Attributes:
         host: the name of the GPU's host.
         visible: the rank's CUDA_VISIBLE_DEVICES; None if it is not set.
-        index: the GPU's number among the visible GPUs.
+        index: the GPU's index among the visible GPUs.
     """
 
     host: str

@@ -98,7 +98,7 @@ class Processes:
 
     def _children(self) -> list[Any]:
         # Other threads may start processes at the same time, but Linux knows which thread started
-        # each.
+        # each process.
         pids = _children_of(f"/proc/self/task/{self._thread_id}/children")
         return [child for child in multiprocessing.active_children() if child.pid in pids]
 

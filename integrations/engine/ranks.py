@@ -53,7 +53,7 @@ class Group:
         def failed(error: BaseException) -> bytes:
             return JSON.pack(asdict(replace(mine, failure=Failure.of(error))))
 
-        # JSON, because unpickling the bytes of other processes could execute code.
+        # JSON, because unpickling bytes from other processes could execute code.
         codec = replace(JSON, pack_error=failed, unpack_error=JSON.unpack)
         outcomes = self._ranks().attempt(
             "the work of an engine's ranks",

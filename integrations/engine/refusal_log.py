@@ -38,7 +38,7 @@ class RefusalLog:
         )
 
     def awake(self) -> None:
-        """Log the number of counted requests. Called when no memory is released."""
+        """Log how many requests were only counted. Called when no memory is released."""
         if self._unlogged:
             _logger.warning(
                 "the engine is awake; %d more requests were not served while it was asleep",

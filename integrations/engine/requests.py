@@ -30,7 +30,7 @@ class Requests:
 
     @contextlib.contextmanager
     def one(self, check: Callable[[], None]) -> Iterator[None]:
-        """Count the block as a request in flight, unless `check` raises."""
+        """Count the block as a request in flight, unless `check` raises an error."""
         counted: list[bool] = []
         count_down = functools.partial(self._count_down, counted)
         try:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 __all__ = ["QUERY_SECONDS", "SharedQuery", "retrieve"]
 
-QUERY_SECONDS = 5.0  # the longest wait for a query of an engine's memory
+QUERY_SECONDS = 5.0  # the longest wait for the answer to a query
 
 Result = TypeVar("Result")
 
@@ -21,8 +21,9 @@ def retrieve(task: asyncio.Future[Any]) -> None:
 
 
 class SharedQuery(Generic[Result]):
-    """A query of an engine's memory, whose answer all waiting requests share. No request cancels
-    it.
+    """A query about an engine's memory, whose answer all waiting requests share.
+
+    A cancelled request does not cancel the query.
 
     Args:
         send: a function that sends the query and returns the answer.

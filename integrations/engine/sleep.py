@@ -23,7 +23,7 @@ from .tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS, Tags, selected
 __all__ = ["EngineController"]
 
 _POLL_SECONDS = 0.02
-_MOST_QUERIES = 4  # until the states of all schedulers arrive together
+_MOST_QUERIES = 4  # attempts to receive one state from each scheduler
 
 # The HTTP statuses of a server that did not forward the call to its engine.
 _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
@@ -87,7 +87,7 @@ class EngineController:
 
     @property
     def guarded(self) -> bool:
-        """Whether memsaver's plugin in the engine reports its state and can refuse requests."""
+        """Whether memsaver's plugin reports the engine's state and can refuse requests."""
         return self._knowledge.guarded
 
     def refresh(self) -> Status:

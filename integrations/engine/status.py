@@ -43,7 +43,7 @@ _NEEDS = {
 
 
 def status_of(released: frozenset[str] | None) -> Status:
-    """Return the status of an engine that has released these tags (None: it is not known which).
+    """Return the status of an engine that has released these tags; None means unknown tags.
 
     Raises:
         EngineError: the engine reports an unknown tag.

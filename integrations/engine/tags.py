@@ -24,7 +24,7 @@ RELEASE_ORDER = (KV_CACHE, WEIGHTS, GRAPH)
 RESUME_ORDER = (GRAPH, WEIGHTS, KV_CACHE)
 
 Tags: TypeAlias = str | Sequence[str] | None
-"""A tag, several, or None for all of them."""
+"""One tag, several tags, or None for all tags."""
 
 
 def selected(tags: Tags, order: Sequence[str]) -> list[str]:

@@ -163,7 +163,7 @@ def _is_count(value: object) -> bool:
     return is_whole(value) and value > 0
 
 
-# By name: the field of `Policy`, the parser of a variable's text, and the check with its message.
+# By option: the `Policy` field, the parser of a variable's text, and the check with its message.
 _SECONDS = (_number, _are_seconds, "is not a number of seconds between 0 and one day")
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], bool], str]] = {
     "asleep": ("when_asleep", str, _is_policy, f"must be one of {', '.join(get_args(WhenAsleep))}"),

@@ -15,7 +15,7 @@ arguments and order, so LightRFT's trainers need no change:
 | `update_engine_weights` | wakes only the weights; the next generation wakes the rest |
 | `maybe_offload_optimizer` | releases the optimizer's memory, and keeps its addresses |
 | `maybe_load_optimizer` | maps the optimizer's memory again |
-| `save_ckpt`, `load_ckpt` | LightRFT's, with the optimizer's memory mapped |
+| `save_ckpt`, `load_ckpt` | call LightRFT's methods with the optimizer's memory mapped |
 
 A failure on one rank raises an error on all ranks. Importing this package imports neither torch nor
 LightRFT.

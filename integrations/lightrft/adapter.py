@@ -57,7 +57,7 @@ class Adapted:
         return controller.status if controller is not None else None
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Wait until the engine is idle and release its memory, if `args.enable_engine_sleep`.
+        """Once the engine is idle, release its memory, if `args.enable_engine_sleep` is set.
 
         Raises:
             RankError: the sleep failed on a rank; the message names the rank, and the call can be
@@ -68,7 +68,7 @@ class Adapted:
         if not self._is_ours():
             self._originals["maybe_sleep_inference_engine"]()
         elif getattr(self._strategy.args, "enable_engine_sleep", False):
-            self._note("SLEEPED")  # even after a failure: the wake-up finds the sleeping tags
+            self._note("SLEEPED")  # even after a failure: the wake-up finds the released tags
             self._engine.sleep()
             self._strategy.sync_and_clear_cache()
 

@@ -78,7 +78,7 @@ class OptimizerMemory:
                 _transitions().pause(*tags)
 
     def close(self) -> None:
-        """Resume all optimizers, and stop moving new memory into tags. Raises like `resume`."""
+        """Resume all optimizers, and stop moving new memory into tags. Raises `resume`'s errors."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _transitions().resume(*tags)

@@ -14,7 +14,7 @@ def check_equal(ranks: Sequence[int], everyones: Sequence[Mapping[str, str]]) ->
     """Raise the same `ConfigError` on all ranks if two ranks pass different arguments.
 
     Args:
-        ranks: the numbers of the ranks.
+        ranks: the ranks, in the order of `everyones`.
         everyones: for each rank, its arguments by name, formatted for an error message.
     """
     for name in everyones[0]:

@@ -73,7 +73,7 @@ class EngineSet:
         first = self.engines[0]
         self.layout, self.together, self.timeout = first.layout, first.together, first.timeout
         self._fence = first._fence
-        self._updates = 0  # that have begun
+        self._updates = 0  # the number of updates that have begun
         self.backend = _Backends(self.engines) if first.layout.is_leader else None
 
     @property
@@ -110,7 +110,7 @@ class _Backends:
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self._engines = engines
-        self._left: set[tuple[str, int]] = set()  # groups, and the engines' first ranks
+        self._left: set[tuple[str, int]] = set()  # the groups and first ranks of engines that left
 
     @property
     def tp_size(self) -> int:
@@ -217,7 +217,7 @@ class _Backends:
 
         Args:
             call: the function that calls one engine; its arguments are the engine's backend and the
-                number of the engine's first rank.
+                engine's first rank among the ranks of all engines.
             timeout: the time limit for the call, in seconds.
             names_late: whether the error after an engine's failure also names the engines that did
                 not respond in time. If False, the error names only the engines that failed.

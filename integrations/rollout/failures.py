@@ -87,8 +87,8 @@ def error_of(what: str, errors: Sequence[SerializedError], size: int) -> Memsave
         size: the number of ranks.
 
     Returns:
-        An error of the ranks' class, if all ranks failed with memsaver errors of one class;
-        otherwise a `RankError`. torch's `OutOfMemoryError` counts as an `OutOfDeviceMemoryError`.
+        If all of `errors` are memsaver errors of one class, an error of that class; otherwise a
+        `RankError`. torch's `OutOfMemoryError` is treated as an `OutOfDeviceMemoryError`.
         The returned error's attribute `failures` maps ranks to their failures.
     """
     general = failed(what, size, {one.failure.rank: one.failure for one in errors}, "")
@@ -102,7 +102,7 @@ def error_of(what: str, errors: Sequence[SerializedError], size: int) -> Memsave
 
 
 def _known(one: SerializedError) -> MemsaverError | None:
-    """Return the rank's error as an error of memsaver, or None."""
+    """Return the rank's error as a memsaver error; None if that is not possible."""
     if one.error is not None:
         return one.error
     kind = kind_of(Failure(one.failure.kind, one.failure.message))

@@ -25,7 +25,7 @@ class Fence:
     Args:
         layout: this rank's place in the mesh.
         timeout: seconds to wait for the other ranks.
-        refused: an earlier failure of this rank that all ranks must raise; or None.
+        refused: an earlier failure of this rank that all ranks must raise, or None.
         lane: see `Together`.
         call: see `Together`.
 
@@ -50,7 +50,7 @@ class Fence:
         for group in layout.dp_groups:
             try:
                 self._along.append(Together(group, timeout, lane, refused=refused, call=call))
-            except BaseException as error:  # the ranks along the other dimensions still wait
+            except BaseException as error:  # the ranks along the other dimensions are still waiting
                 refused = error
         if refused is not None:
             self.close()
@@ -85,8 +85,8 @@ class Fence:
 
         Args:
             what: a description of the call, the same on all ranks.
-            error: the failure of this rank's engine, which must be the same on all ranks of the
-                engine; or None.
+            error: the failure of this rank's engine, or None. The value must be the same on all
+                ranks of the engine.
             timeout: the time limit for the other engines in seconds, if it is longer than this
                 fence's own timeout. A failure just before the time limit is still reported.
 

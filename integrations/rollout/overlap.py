@@ -46,9 +46,9 @@ class Overlap:
     def returning(self) -> tuple[str, ...]:
         """Return the tags that may be resumed in the background on this rank. Raises nothing.
 
-        A tag may be resumed in the background if its memory is used only by calls with hooks, and
-        if all of the trainer's memory fits in the free memory. Otherwise, all tags must be resumed
-        before training begins, because a failure must apply to all of them.
+        A tag may be resumed in the background if its memory is used only by calls that wait for the
+        resume, and if all of the trainer's memory fits in the free memory. Otherwise, all tags must
+        be resumed before training begins, because a failure must apply to all of them.
         """
         tags = self._trainer.awaited if self._wanted else ()
         if not tags:
@@ -61,7 +61,7 @@ class Overlap:
         return tags if needed + _SPARE_BYTES <= free else ()
 
     def resume(self, returning: Sequence[str]) -> Report | None:
-        """Resume all other tags, and begin resuming the tags in `returning`, in order.
+        """Resume the tags that are not in `returning`, and begin resuming the others, in order.
 
         This is a collective call.
 
@@ -76,7 +76,7 @@ class Overlap:
         return report
 
     def finish_resume(self) -> Report | None:
-        """Wait until the memory is resumed; return None if `resume` was not called.
+        """Wait until the tags are resumed, and return the report; None if no resume was begun.
 
         Raises:
             MemsaverError: a resume failed; the tag is still paused, and its backup is intact.
@@ -98,7 +98,7 @@ class Overlap:
     # --- the pause, while the weights are sent ----------------------------------------------------
 
     def may_leave(self) -> bool:
-        """Return whether enough memory is free for an update while the states are mapped.
+        """Return whether an update is known to fit while the optimizer's states are mapped.
 
         Never raises.
         """
@@ -112,11 +112,11 @@ class Overlap:
         return states > 0 and self._need + _SPARE_BYTES <= free
 
     def measure(self, update: Callable[[], bool]) -> None:
-        """Run an update while the states are paused, and record how much memory the update needs.
+        """Run an update while the optimizer's states are paused, and record the memory it needs.
 
         Args:
-            update: runs the update, and returns whether the weights were woken; if False, nothing
-                is recorded.
+            update: a function that runs the update, and returns whether the weights were woken; if
+                False, nothing is recorded.
         """
         self.forget()
         if not self._wanted:
@@ -129,7 +129,7 @@ class Overlap:
             self._need = at_first - water.free
 
     def forget(self) -> None:
-        """Forget the measured need, so that the next update runs after the pause."""
+        """Forget the measured memory need, so that the next update runs after the pause."""
         self._need = 0
 
     def begin_pause(self) -> Report:
@@ -171,7 +171,7 @@ class Overlap:
                 self._coming, self._going = [], None
 
     def _bytes(self, tags: tuple[str, ...], what: str) -> int:
-        """Return the sum of one statistic over all tags on the trainer's device."""
+        """Return the sum of one statistic over the given tags on the trainer's device."""
         device = self._trainer.device
         rows: Any = memsaver.stats().tags
         return sum(getattr(r, what) for r in rows if r.tag in tags and r.device == device)

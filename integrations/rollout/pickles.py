@@ -2,8 +2,8 @@
 
 Prompts may contain any value that an engine accepts, such as images. An attacker who can write to
 the connections of a job's process group can run code in its ranks. The same is true of torch's own
-object collectives; see SECURITY.md. memsaver unpickles data only in this module, and only data from
-these connections.
+object collectives; see SECURITY.md. memsaver unpickles arbitrary values only in this module, and
+only from these connections.
 """
 
 from __future__ import annotations

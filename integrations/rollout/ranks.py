@@ -29,12 +29,12 @@ class Layout:
         tp_rank: this rank's position in `tp_ranks`.
         dp_groups: for each dimension that is not tensor-parallel, the process group of the ranks
             that differ from this rank only along that dimension. The innermost dimension is last.
-        dp_rank: the number of this rank's engine, from 0.
+        dp_rank: the index of this rank's engine, starting at 0.
         dp_size: the number of engines.
         mesh_groups: the ranks of all groups of the mesh, by dimension. The tensor-parallel
-            dimension is first (without groups, if the mesh has none), followed by the dimensions of
-            `dp_groups`. Empty if the groups are unknown, in which case a rank with an invalid mesh
-            cannot notify the ranks that wait for it.
+            dimension is first (without groups, if the mesh has no such dimension), followed by the
+            dimensions of `dp_groups`. Empty if the groups are unknown, in which case a rank with an
+            invalid mesh cannot notify the ranks that wait for it.
     """
 
     rank: int = 0

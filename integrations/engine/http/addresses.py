@@ -45,7 +45,7 @@ class Secret:
         return self._text
 
     def hidden_in(self, text: str) -> str:
-        """Return `text` with "<secret>" in place of the key, in any case and even if escaped."""
+        """Return `text` with the key, in any case and even if escaped, replaced by "<secret>"."""
         if len(self._text) >= _SHORTEST_REDACTED:
             for form in (self._text, json.dumps(self._text)[1:-1], repr(self._text)[1:-1]):
                 text = re.sub(re.escape(form), "<secret>", text, flags=re.IGNORECASE)
@@ -79,7 +79,7 @@ def secret_of(api_key: object) -> Secret:
 
 
 def address_of(url: object) -> str:
-    """Check the address of a server, and return it without a slash at its end.
+    """Check the address of a server, and return it without trailing slashes.
 
     Args:
         url: an address such as "http://host:30000", "https://host" or "http://host/below/a/proxy".
@@ -114,7 +114,7 @@ def address_of(url: object) -> str:
 
 
 def host_of(location: str) -> str:
-    """Return the host and port of a redirect's target, for a message; "" without a valid host."""
+    """Return the host and port of a redirect's target, for a message; omits invalid parts."""
     if not location.isprintable():
         return ""
     _, host, port = _split(location)

@@ -44,8 +44,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def add_innermost(app: Any, **arguments: Any) -> None:
     """Add the middleware to a FastAPI application, before the server starts.
 
-    The middleware becomes the innermost, so the server's other middlewares first reject requests
-    without a valid key, and still add their own headers (CORS) to the responses.
+    The middleware becomes the innermost one, so the server's other middlewares first reject
+    requests without a valid key, and still add their own headers (CORS) to the responses.
 
     Args:
         app: the application.

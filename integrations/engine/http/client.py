@@ -71,14 +71,14 @@ class HttpClient:
     def disconnect(self) -> None:
         """Close the connections of the calls in progress, so that these calls fail.
 
-        Calls may connect later.
+        Later calls, and calls that have not connected yet, can still connect.
         """
         for connection in tuple(self._sockets):
             with contextlib.suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def get(self, path: str, timeout: float, max_bytes: int = ANSWER_BYTES) -> str:
-        """Send a GET request, and return the server's answer. Raises like `post`."""
+        """Send a GET request, and return the server's answer. Raises the errors of `post`."""
         return self._successful(path, self._answer("GET", path, b"", timeout, max_bytes))
 
     def post(

@@ -80,7 +80,7 @@ class RankCheck:
     """The result of one rank's checks of a bucket.
 
     Attributes:
-        rank: the rank's number in its engine (see `Backend.tp_size`).
+        rank: the rank in its engine (see `Backend.tp_size`).
         host: the name of the rank's host.
         pid: the rank's process id on that host.
         received: the number of compared tensors that arrived unchanged.
@@ -130,7 +130,7 @@ class RankCheck:
 
     @property
     def place(self) -> str:
-        """The rank and the host of its process, for messages."""
+        """The rank, its host and, if known, its engine's name, for messages."""
         return f"rank {self.rank} ({', '.join(filter(None, (self.host, self.engine)))})"
 
 

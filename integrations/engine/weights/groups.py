@@ -47,7 +47,7 @@ def create_group(
 
     config = c10d.BackendConfig(c10d.Backend(backend))
     first = next(iter(config.get_device_backend_map()))
-    for prefix in (name, f"{name}/", f"{first}/"):  # the same prefix as in torch and SGLang
+    for prefix in (name, f"{name}/", f"{first}/"):  # the same prefixes as in torch and SGLang
         store = dist.PrefixStore(prefix, store)
     group: Any
     if backend == "gloo":

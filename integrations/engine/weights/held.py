@@ -185,7 +185,10 @@ class _Replay(Writes):
 
 
 class _Differences:
-    """The writes that differ from the contents. Comparisons stay on the device until the end."""
+    """The writes that differ from the model's contents.
+
+    The results of the comparisons stay on the device until `found` is called.
+    """
 
     def __init__(self) -> None:
         self._all: list[tuple[list[str], Storage, Any]] = []

@@ -38,7 +38,7 @@ class LoadCheck:
 
     Args:
         request: the checks to run.
-        rank: this rank's number in its engine.
+        rank: this process's rank in its engine.
     """
 
     def __init__(self, request: VerificationRequest, rank: int) -> None:
@@ -170,7 +170,7 @@ class LoadCheck:
         return tuple(name for name in self._names if name in names)
 
     def synchronize(self) -> None:
-        """Wait until the device has read the sender's memory. Records a failure; never raises.
+        """Wait until the device has read the sender's memory. Records a failure without raising it.
 
         Call this method after the load, but not in an `except` block, which would keep its
         exception alive.

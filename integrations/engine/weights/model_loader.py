@@ -24,9 +24,9 @@ def replaced_loader(
 
     Args:
         model: the model.
-        run: a function that returns the result of a load. The function's first argument contains
-            the names and tensors of the load. Its second argument is a function that loads tensors
-            as the model does and may be called several times.
+        run: a function that returns the result of a load. The function's first argument is an
+            iterable of the (name, tensor) pairs to load. Its second argument is a function that
+            loads tensors as the model does and may be called several times.
     """
     original = vars(model).get("load_weights")
     load = model.load_weights

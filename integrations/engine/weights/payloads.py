@@ -1,4 +1,4 @@
-"""Opens another process's tensors from a serialized text.
+"""Opens another process's tensors from serialized text.
 
 The tensors are in CUDA memory, in shared host memory, or in shareable regions of the other process.
 
@@ -24,7 +24,7 @@ from .writes import Named
 
 __all__ = ["DEVICE_ARGUMENT", "index_of", "named_tensors"]
 
-# The position of a CUDA tensor's device in the arguments of torch's function that rebuilds it.
+# The position of the device in the arguments of torch's function that rebuilds a CUDA tensor.
 DEVICE_ARGUMENT = 6
 
 _ALLOWED = {
@@ -43,7 +43,7 @@ _ALLOWED = {
 
 
 def named_tensors(text: str) -> Named:
-    """Return a serialized payload's tensors, either named or as views of one block of memory.
+    """Return a serialized payload's named tensors, which may be views of one block of memory.
 
     Tensors of a shareable region prevent its tag from being paused until they are deleted.
 

@@ -38,8 +38,8 @@ class Part:
     """The part of a tensor that a rank copied to its model.
 
     Attributes:
-        copied: the number of bytes.
-        whole: the number of bytes of the whole tensor.
+        copied: the number of bytes in this part.
+        whole: the number of bytes in the whole tensor.
         digest: a digest of the part's position; equal parts have equal digests.
     """
 
@@ -97,7 +97,7 @@ class PlainCheck:
         unused, partial: see `Found`.
 
     Args:
-        known: the results of earlier loads (see `Known`), which the check does not change.
+        known: the names and shapes of earlier loads (see `Known`), which the check does not change.
         watches: whether to detect unused and partial tensors.
     """
 
@@ -107,7 +107,7 @@ class PlainCheck:
         self._known = known
         self._watches = watches
         self._seen: Known = set()
-        self._used: set[str] = set()  # loaded by at least one runner
+        self._used: set[str] = set()  # loaded by at least one model runner
 
     @property
     def seen(self) -> Known:
@@ -238,8 +238,9 @@ def _partial_names(ranks: Sequence[Found]) -> set[str]:
 def _is_cut(name: str, ranks: Sequence[Found]) -> bool:
     """Return whether all ranks together loaded less than the whole tensor.
 
-    Ranks with replicas load the same part, which counts once. Different parts that overlap each
-    count in full, so a tensor that was not completely loaded may be accepted.
+    If several ranks load the same part, for example because they are replicas, the part is counted
+    once. Different parts that overlap are each counted in full, so a tensor that was not completely
+    loaded may be accepted.
     """
     if any(name not in found.partial and name not in found.unused for found in ranks):
         return False  # a rank loaded all of it, or converted it

@@ -263,10 +263,10 @@ class Source:
         return bool(self._numbers)
 
     def shown_by(self, tensor: Any) -> list[str]:
-        """Return the input tensors that a tensor contains, with the same dimensions.
+        """Return the names of the input tensors whose data a tensor represents.
 
-        The tensor is a view of an input tensor, or was computed from exactly one input tensor of
-        the same shape.
+        The tensor is a view of an input tensor with the same number of dimensions, or was computed
+        from exactly one input tensor of the same shape.
         """
         names = [n for n in self.views(tensor) if len(self._shapes[n]) == tensor.dim()]
         computed = self._computed.get(storage_of(tensor), ()) if not names else ()
@@ -279,7 +279,7 @@ class Source:
         return self._at(_span(tensor))
 
     def _at(self, span: tuple[Any, int, int]) -> list[str]:
-        """Return the input tensors of which a tensor with this span is a view."""
+        """Return the names of the input tensors of which a tensor with this span is a view."""
         device, begin, end = span
         places = self._places.get(device, [])
         at = bisect.bisect_right(places, begin, key=lambda place: place[0])
@@ -306,7 +306,7 @@ def _span(tensor: Any) -> tuple[Any, int, int]:
 
 
 def storage_of(tensor: Any) -> Storage:
-    """Return a key of a tensor's storage."""
+    """Return a key that identifies a tensor's storage."""
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
@@ -339,7 +339,7 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """Return the value with the replacements in `by` for the tensors with these ids."""
+    """Return the value, with each object whose id is in `by` replaced."""
     from torch.utils import _pytree
 
     return _pytree.tree_map(lambda leaf: by.get(id(leaf), leaf), value)
@@ -350,7 +350,7 @@ def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def _pools_inline() -> Iterator[None]:
-    """During the block, run the work that this thread submits to thread pools on this thread.
+    """During the block, run on this thread the work that it submits to thread pools.
 
     A dispatch mode applies to one thread. The work of other threads is not affected.
     """
