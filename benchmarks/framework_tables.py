@@ -156,12 +156,16 @@ def _compared(row: Mapping[str, Any]) -> str:
     detail = row["detail"]
     steps = len(next(iter(detail["memsaver_phases"].values())))
     count = 4 * steps
-    figures = f"Of the {count} losses, gradient norms, scores and responses of these {steps} steps"
+    figures = (
+        f"Of the {count} compared results (loss, gradient norm, score and responses of each of "
+        f"these {steps} steps)"
+    )
     if not detail["differences"]:
         return f"{figures}, none differ from those with {row['peer']}."
+    between = len(detail["differences_of_the_peer"])
     return (
         f"{figures}, {len(detail['differences'])} differ from those with {row['peer']}, and "
-        f"{len(detail['differences_of_the_peer'])} between two training runs with {row['peer']}."
+        f"{between} differ between two training runs with {row['peer']}."
     )
 
 

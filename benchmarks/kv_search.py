@@ -58,7 +58,10 @@ class Search:
         return self.best is not None and self.proposal() is None
 
     def proposal(self) -> int | None:
-        """Return the tokens to try next; None before the first trial or if no trial is useful."""
+        """Return the KV cache size to try next, in tokens.
+
+        Returns None before the first trial or if another trial would not be useful.
+        """
         best, failing = self.best, self.failing
         if failing is None and best is None:
             return None

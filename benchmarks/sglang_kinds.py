@@ -61,7 +61,10 @@ Steps = dict[str, dict[str, Any]]
 
 
 def run_engine(kind: Kind, backup: bool, folder: Path) -> Steps:
-    """Run one engine; return its steps' results, and the error that ended the steps as "error"."""
+    """Run one engine; return its steps' results.
+
+    The error that ended the steps, if any, is under the key "error".
+    """
     folder.mkdir(parents=True)
     found: Steps = {}
     step = "start"

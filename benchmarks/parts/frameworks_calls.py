@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Replay:
-    """An engine and a trainer that perform a framework's calls.
+    """An engine and a trainer that replay a framework's calls.
 
     Args:
         name: the memory saver that the engine and the trainer use.

@@ -10,7 +10,10 @@ import results
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield hook_overhead.py's rows with all keys of `Measurement` and the ratio of results.py."""
+    """Yield hook_overhead.py's rows with all keys of `Measurement`.
+
+    The ratio is computed by `results.ratio`.
+    """
     try:
         import hook_overhead
 

@@ -110,7 +110,10 @@ class Storm:
         }
 
     def learn(self) -> None:
-        """Record the answers of the awake server. Raises Failed if the answers are not usable."""
+        """Record the server's responses while it is awake.
+
+        Raises Failed if the responses are not usable.
+        """
         self._tokens()  # compiles kernels
         found = []
         for _ in range(4):

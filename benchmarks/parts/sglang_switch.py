@@ -57,7 +57,7 @@ class Switching(EngineWorker):
     """A worker that releases all memory of its engine, and generates tokens."""
 
     def start(self) -> dict[str, Any]:
-        """Start the engine, record its output, and also return the time to a first token in ms."""
+        """Start the engine, record its output, and also return the time to first token, in ms."""
         found = super().start()
         self.engine.flush_cache()
         self._first_token()  # may compile a kernel

@@ -22,7 +22,7 @@ ONE = "memsaver, one GPU"
 
 
 class Spread(Worker):
-    """The decoder once on each GPU, in one tag."""
+    """A worker with one copy of the decoder on each GPU, all in one tag."""
 
     def __init__(self, name: str, gpus: int) -> None:
         self._gpus = range(gpus)

@@ -16,7 +16,7 @@ def check_installed(settings: Settings, *, picture: bool, started: bool = False)
 
     Args:
         settings: the run's settings.
-        picture: whether the run's results will be drawn.
+        picture: whether the run's results will be plotted.
         started: whether the run's engines are already running, in other processes.
 
     Raises:

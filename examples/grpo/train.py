@@ -114,7 +114,7 @@ def start(
     Args:
         settings: the run's settings.
         servers: URLs of running engines. If the list is empty, an engine is started.
-        picture: whether the results will be drawn.
+        picture: whether the results will be plotted.
 
     Raises:
         SettingsError: the run cannot be divided among the ranks, the model does not exist, or a

@@ -67,7 +67,11 @@ def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-    """Return the hooked method; the hook receives the caller's keyword arguments by position."""
+    """Return the hooked method.
+
+    Arguments that the caller passes by keyword are passed to the hook by position, except
+    keyword-only arguments.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)

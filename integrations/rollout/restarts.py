@@ -179,7 +179,10 @@ class Restarter:
         self._lacks_weights = False
 
     def _all(self, what: str, action: Callable[[], Any]) -> None:
-        """Run a collective call of the engine's ranks; raise a failure on all ranks of the mesh."""
+        """Run a collective call of the engine's ranks.
+
+        If the call fails on any rank, raise an error on all ranks of the mesh.
+        """
         failure: BaseException | None = None
         try:
             action()

@@ -115,7 +115,7 @@ class _Schedulers:
         await self._manager.get_internal_state_communicator(request)
 
     async def stay_awake(self) -> None:
-        """Restart the idle time of all replicas, so that none falls asleep before the next request.
+        """Restart the idle timers of all replicas, so none falls asleep before the next request.
 
         Without this call, a replica could fall asleep between the query of its state and a request
         that all replicas must process together, such as a broadcast of weights.

@@ -1,7 +1,7 @@
 """Calls from memsaver's hooks to SGLang's own handlers for release and resume.
 
-The handlers receive a saver that does nothing, and process only caches, model buffers, queues and
-bookkeeping. memsaver releases or maps the memory before or after the handlers run, on all ranks
+The handlers receive a saver that does nothing, so they only handle caches, model buffers, queues
+and bookkeeping. memsaver releases or maps the memory before or after the handlers run, on all ranks
 together.
 """
 
@@ -127,7 +127,8 @@ def check_states(
 ) -> None:
     """Check that no tag of a strict request is already in the requested state.
 
-    A request for all tags applies to the remaining tags, of which there must be at least one.
+    A request for all tags may include such tags, unless every tag is already in the requested
+    state.
 
     Raises:
         InvalidStateError: a tag to release is already released, or a tag to resume is not released.

@@ -136,7 +136,7 @@ def _starting(
     timeout: float,
     variables: Mapping[str, str],
 ) -> Iterator[tuple[float, Any, _Signals, Parent, Processes]]:
-    """Start an engine, and run the block in the environment of the engine's processes.
+    """Start an engine, and run the block with the environment variables of its processes.
 
     Yields the deadline, the engine, the handlers to restore, the thread that started the engine's
     processes, and the processes. The arguments and errors are the same as for `launch`.

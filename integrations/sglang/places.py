@@ -120,7 +120,7 @@ def holds_model(updater: Any, has_all_stages: bool) -> bool:
 
 
 def has_local_control(scheduler: Any) -> bool:
-    """Return whether replicas receive control requests in different rounds of their loops.
+    """Return whether replicas can receive a control request in different event loop iterations.
 
     With data-parallel attention, the replicas share the ranks of one tensor-parallel group. By
     default, the first replica sends control requests to all of them. If `LOCAL_CONTROL` is set,

@@ -50,7 +50,7 @@ _PREFIX = "memsaver:"
 FORGIVING, STRICT = f"{_PREFIX}forgiving", f"{_PREFIX}strict"
 REWRITTEN, IDLE = f"{_PREFIX}rewritten", f"{_PREFIX}idle"
 UNDO, UNDO_REWRITTEN = f"{_PREFIX}undo", f"{_PREFIX}undo-rewritten"
-TOUCH = f"{_PREFIX}touch"  # of a query of the state that restarts an engine's idle time
+TOUCH = f"{_PREFIX}touch"  # of a query of the state that restarts an engine's idle timer
 INCOMPLETE = f"{_PREFIX}incomplete"  # of the end of an update that has not loaded all weights
 _HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 

@@ -1,7 +1,7 @@
 """Allows SGLang to receive tensors of a trainer's shareable regions.
 
-SGLang's unpickler for tensors rejects all functions that are not on its list. memsaver adds only
-its functions that map memory of a shareable region.
+SGLang's unpickler for tensors rejects all functions that are not on its allowlist. memsaver adds
+only its own functions that map the memory of a shareable region.
 """
 
 from __future__ import annotations

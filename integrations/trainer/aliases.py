@@ -59,7 +59,8 @@ class Aliases:
     def obstacle(self, at: int) -> str | None:
         """Return the reason why the storage of tensor `at` cannot be moved; None if it is movable.
 
-        The caller must not refer to the storage object, because such a reference prevents the move.
+        The caller must not hold a reference to the storage object, because such a reference
+        prevents the move.
         """
         import torch
 

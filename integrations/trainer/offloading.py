@@ -94,8 +94,8 @@ class Offloaded:
 
         Raises:
             InvalidStateError: this handle is closed.
-            OutOfDeviceMemoryError: too little memory is free to move new memory. Nothing is paused,
-                and no contents have changed.
+            OutOfDeviceMemoryError: too little device memory is free to move new memory into the
+                tag. Nothing is paused, and no contents have changed.
             MemsaverError: see `memsaver.pause`.
         """
         self.check_open()

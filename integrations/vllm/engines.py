@@ -240,7 +240,10 @@ class LocalEngine(Local):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Record that this thread can own a lock, so that nested calls do not wait for it."""
+        """Record that this thread may own one of the engine's locks.
+
+        The record ensures that nested calls do not wait for that lock.
+        """
         recorded: list[int] = []
         forget = functools.partial(self._forget, recorded)
         try:

@@ -15,12 +15,12 @@ imports the affected modules:
   sleeps (`kept`).
 - vLLM copies memsaver's environment variables to the workers of the Ray executor.
 - CUDA graphs are captured into pausable memory if `settings` request it (`graphs`).
-- Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
+- A request to a sleeping engine is refused, waits, or wakes the engine (`hooks`, `http_answers`).
 
 Until vLLM requests the allocator, the plugin neither opens the driver nor imports torch. Unless
 `enable_sleep_mode` or `enable_cumem_allocator` is set, vLLM behaves as it does without memsaver.
-Failures in this module do not terminate a vLLM process, with one exception: requesting the sleep
-mode without a CUDA driver is an error.
+Failures in this module do not terminate a vLLM process, with one exception: requesting sleep mode
+without a CUDA driver is an error.
 """
 
 from __future__ import annotations

@@ -276,7 +276,10 @@ class Show:
         self._console.print(table)
 
     def _table(self, header: bool = False) -> Table:
-        """Return a table without rows. Its columns have the same widths in every table."""
+        """Return a table without rows.
+
+        The column widths are the same in all tables that this method returns.
+        """
         from rich.table import Table
 
         table = Table(

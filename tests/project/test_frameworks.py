@@ -172,8 +172,8 @@ def test_phases_are_means_without_the_first_step(benchmark_module, tmp_path):
         "| `step` | 3.000 | 6.000 | 2.00 |",
     ]
     assert "mean seconds of steps 2 to 3, on Some GPU, 2026-01-01 (verl 1)" in text
-    assert "Of the 12 losses" in text
-    assert "1 differ from those with other, and 2 between two training runs" in text
+    assert "Of the 12 compared results" in text
+    assert "1 differ from those with other, and 2 differ between two training runs" in text
 
 
 def test_prompts_have_equal_lengths_and_their_words_repeat(benchmark_module):

@@ -99,8 +99,8 @@ class Mapping {
 
   Mapping() = default;
 
-  // Allows more devices to access the memory; devices not in `access` keep their rights. Throws
-  // kDriverFailed.
+  // Allows more devices to access the memory; the access of devices not in `access` is unchanged.
+  // Throws kDriverFailed.
   void share(const std::vector<CUmemAccessDesc>& access) const;
 
   uint64_t address() const { return memory_.mapped_.get(); }

@@ -61,8 +61,9 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 // Errors: kDriverFailed if the driver does not report which devices are in use.
 void share_with_active_devices();
 
-// Frees an allocation in any state of its tag, either at once or at the end of the transition that
-// owns the tag. Waits for the device's work before the memory is released to the driver or reused.
+// Frees an allocation regardless of its tag's state, either at once or at the end of the transition
+// that owns the tag. Waits for the device's work before the memory is released to the driver or
+// reused.
 // Errors: kNotOurs for a foreign address; kInvalidArgument if no live allocation starts at the
 // address.
 void deallocate(uint64_t address);

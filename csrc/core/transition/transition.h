@@ -43,7 +43,7 @@ class Transition {
 
   // Runs the transition and releases the tags. May be called only once. Returns one row for each
   // tag and device, in the order of the request. If tags in `out` have memory, waits for all work
-  // submitted earlier to the devices.
+  // previously submitted to the devices.
   //
   // Errors: kOutOfDeviceMemory, kOutOfHostMemory, kBackupFailed, kDriverFailed.
   // After an error, every tag in `out` is mapped and has its contents, and every tag in `into` is

@@ -128,8 +128,8 @@ class _Replay(Writes):
     Args:
         model: see `Writes`.
         source: see `Writes`.
-        storages: the storages to copy. Writes to all other storages are known to match their
-            contents.
+        storages: the storages to copy. All writes to other storages are known to match the
+            existing contents of those storages.
     """
 
     def __init__(self, model: Any, source: Source, storages: set[Storage]) -> None:

@@ -196,7 +196,7 @@ class Source:
 
     Attributes:
         named: the input tensors with their names, in the loader's order.
-        used: the names of tensors from which something was written.
+        used: the names of the input tensors that were the source of at least one write.
         blurred: whether the source of any write is unknown.
     """
 

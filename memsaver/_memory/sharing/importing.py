@@ -174,9 +174,9 @@ class _Memory:
 
 
 def _memories_at(places: Sequence[Place]) -> list[_Memory]:
-    """Return the memory of sent tensors. Tensors in the same memory share one use.
+    """Return the memory of sent tensors. Tensors in the same memory share one `Use`.
 
-    If two threads begin a use of the same memory, each thread ends its own use.
+    If two threads begin a `Use` of the same memory, each thread ends its own `Use`.
     """
     found: dict[_Key, _Memory] = {}
     missing: dict[tuple[str, str, str], dict[_Key, Place]] = {}  # by process, tag and device
