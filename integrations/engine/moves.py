@@ -170,8 +170,8 @@ class _Pause:
         wanted = {
             name: self._backups.get(tag) or policies[name] for name, tag in self._names.items()
         }
-        saving = [name for name in wanted if wanted[name] != "none"]
-        is_safe = bool(saving) and all(map(_has_backup, saving))
+        saving = {name for name in wanted if wanted[name] != "none"}
+        is_safe = bool(saving) and saving <= _with_backups()
         found: dict[tuple[int, Backup | None], list[str]] = {}
         for name, backup in wanted.items():
             if is_safe and backup == "none" and self._names[name] == KV_CACHE:
@@ -193,12 +193,15 @@ class _Pause:
             call.abandon(MemsaverError("a rank could not pause"))
 
 
-def _has_backup(name: str) -> bool:
-    """Return whether a tag is empty or still owns the memory of an earlier pause's backup."""
-    rows = memsaver.stats()[name]
-    if not any(row.allocated_bytes for row in rows):
-        return True
-    return any(row.host_bytes or row.disk_bytes or row.peer_bytes for row in rows)
+def _with_backups() -> set[str]:
+    """Return the tags that are empty or still own the memory of an earlier pause's backup."""
+    # memsaver.stats() would also read the system's memory, which takes longer.
+    rows = [(str(row["tag"]), row) for row in _C.stats()]
+    has_memory = {tag for tag, row in rows if row["allocated_bytes"]}
+    has_backup = {
+        tag for tag, row in rows if row["host_bytes"] or row["disk_bytes"] or row["peer_bytes"]
+    }
+    return {tag for tag, _ in rows} - (has_memory - has_backup)
 
 
 def _figures(
