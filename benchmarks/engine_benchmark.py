@@ -30,10 +30,10 @@ def parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("--wait", type=float, default=wait, help="seconds of rest before memory is released")
-    help_touch = "GiB of host memory to touch first; 0: none"
+    add("--wait", type=float, default=wait, help="seconds to wait before each release")
+    help_touch = "GiB of host memory to write to before the measurements; 0: none"
     add("--touch-gib", type=float, default=touch_gib, help=help_touch)
-    add("--small", action="store_true", help="a model of 4 layers, to try this out")
+    add("--small", action="store_true", help="use a model with 4 layers, for a quick trial")
     add("--only", type=runs.part_names(parts), default=",".join(parts), help=",".join(parts))
     add("--output", type=Path, default=results.DEFAULT_PATH)
     add("--peer", action=argparse.BooleanOptionalAction, default=True)

@@ -72,9 +72,9 @@ def measure(nbytes: int, cycles: int) -> results.Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--gb", type=float, default=16.0, help="billions of bytes")
+    parser.add_argument("--gb", type=float, default=16.0, help="size of the memory in GB")
     parser.add_argument("--cycles", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="a file of results to merge the row into")
+    parser.add_argument("--output", type=Path, help="the JSON file into which the row is merged")
     arguments = parser.parse_args()
     row = measure(int(arguments.gb * 1e9), arguments.cycles)
     circumstances = results.stamp()

@@ -188,8 +188,10 @@ def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--processes", type=int, default=5, help="default 5")
-    parser.add_argument("--turns", type=int, default=60, help="turns per size (default 60)")
+    parser.add_argument("--processes", type=int, default=5, help="number of processes (default 5)")
+    parser.add_argument(
+        "--turns", type=int, default=60, help="number of turns for each size (default 60)"
+    )
     options = parser.parse_args(arguments)
     try:
         rows = measure(options.processes, options.turns)

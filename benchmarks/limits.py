@@ -128,8 +128,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--large", type=int, default=100_000, help="allocations in the large tag")
-    parser.add_argument("--output", type=Path, help="a JSON file to write")
+    parser.add_argument(
+        "--large", type=int, default=100_000, help="number of allocations in the large tag"
+    )
+    parser.add_argument("--output", type=Path, help="the JSON file to write")
     arguments = parser.parse_args()
     os.environ["MEMSAVER_DRIVER"] = "sim"
     from memsaver._runtime.native import LIBRARY_DIR

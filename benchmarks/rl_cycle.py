@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--steps",
         type=runs.at_least(1),
         default=3,
-        help="for each library, after one that does not count",
+        help="steps of each library, after one that is not measured",
     )
     add(
         "--states",
@@ -77,23 +77,38 @@ def parser() -> argparse.ArgumentParser:
         "--fraction",
         type=fraction_of,
         default=0.85,
-        help="mem_fraction_static of the engines of step",
+        help="step: mem_fraction_static of the engines",
     )
-    add("--bucket-mib", type=runs.at_least(1), default=512, help="MiB of weights sent together")
+    add(
+        "--bucket-mib",
+        type=runs.at_least(1),
+        default=512,
+        help="size of a bucket of weights in MiB",
+    )
     add(
         "--train-tokens",
         type=runs.at_least(1),
         default=16384,
-        help="tokens for which the trainer of overhead computes gradients in a step",
+        help="overhead: tokens for which the trainer computes gradients in a step",
     )
     add(
         "--engine-backup",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="backup of the engine's weights in step; kv needs none because of its update",
+        help="step: back up the engine's weights; kv updates them, and needs no backup",
     )
-    add("--kv-seconds", type=float, default=360, help="after which kv starts no other engine")
-    add("--step-seconds", type=float, default=330, help="after which step starts no other engine")
+    add(
+        "--kv-seconds",
+        type=float,
+        default=360,
+        help="kv: seconds after which no further engine is started",
+    )
+    add(
+        "--step-seconds",
+        type=float,
+        default=330,
+        help="step: seconds after which no further engine is started",
+    )
     return made
 
 

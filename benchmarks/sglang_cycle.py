@@ -89,19 +89,44 @@ def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     made = engine_benchmark.parser(__doc__, PARTS, wait=1.0, touch_gib=24)
     add = made.add_argument
-    add("--cycles", type=int, default=3, help="cycles with new weights, and as many without")
-    add("--decodes", type=int, default=5, help="batches of 8 x 256 tokens, before and after")
+    add(
+        "--cycles",
+        type=int,
+        default=3,
+        help="number of cycles with new weights, and of cycles without",
+    )
+    add(
+        "--decodes",
+        type=int,
+        default=5,
+        help="batches of 8 x 256 tokens before the cycles, and after them",
+    )
     add(
         "--fractions",
         type=fractions_of,
         default="0.86,0.90,0.94",
-        help="mem_fraction_static values that fraction tries",
+        help="fraction: values of mem_fraction_static to try",
     )
-    add("--turns", type=int, default=8, help="plain: turns of each engine, of 2 batches each")
-    add("--requests", type=int, default=1000, help="storm: requests")
-    add("--naps", type=int, default=100, help="storm: times that the server sleeps and wakes up")
-    add("--storm-seconds", type=float, default=600, help="storm: fails if its cycles take longer")
-    add("--trainer-gb", type=float, default=16.4, help="least size of its trainer in GB")
+    add(
+        "--turns",
+        type=int,
+        default=8,
+        help="plain: number of turns of each engine, each with 2 batches",
+    )
+    add("--requests", type=int, default=1000, help="storm: number of requests")
+    add("--naps", type=int, default=100, help="storm: number of sleeps, each followed by a wake-up")
+    add(
+        "--storm-seconds",
+        type=float,
+        default=600,
+        help="storm: seconds after which the measurement fails",
+    )
+    add(
+        "--trainer-gb",
+        type=float,
+        default=16.4,
+        help="smallest size of the trainer's memory, in GB",
+    )
     return made
 
 

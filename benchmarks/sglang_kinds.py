@@ -255,10 +255,14 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     every = ",".join(kind.name for kind in KINDS)
     add("--only", type=kind_names, default=every, help=every)
-    add("--at-once", type=int, default=4, help="kinds that share the GPU")
-    add("--seconds", type=float, default=400, help="after which no kind is started")
+    add("--at-once", type=int, default=4, help="number of kinds that run at the same time")
+    add("--seconds", type=float, default=400, help="seconds after which no further kind is started")
     add("--output", type=Path, default=RESULTS)
-    add("--logs", type=Path, help="an empty folder for checkpoints and logs; default: temporary")
+    add(
+        "--logs",
+        type=Path,
+        help="an empty folder for checkpoints and logs (default: a temporary folder)",
+    )
     return made
 
 

@@ -55,13 +55,33 @@ def parser() -> argparse.ArgumentParser:
     made = engine_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=24)
     made.set_defaults(only=["sleep"])
     add = made.add_argument
-    add("--gpus", type=int, default=1, help="GPUs for tensor parallelism; metrics vllm_tp2_*")
-    add("--cycles", type=int, default=3, help="cycles with changed weights, and as many without")
-    add("--decodes", type=int, default=3, help="batches of 8 x 256 tokens, before and after")
-    add("--turns", type=int, default=8, help="decode: turns of each engine, of 2 batches each")
-    help_seconds = "sleep: after these seconds, each kind of cycle runs once"
+    add(
+        "--gpus",
+        type=int,
+        default=1,
+        help="number of GPUs for tensor parallelism; 2 gives the metrics vllm_tp2_*",
+    )
+    add(
+        "--cycles",
+        type=int,
+        default=3,
+        help="number of cycles with changed weights, and of cycles without",
+    )
+    add(
+        "--decodes",
+        type=int,
+        default=3,
+        help="batches of 8 x 256 tokens before the cycles, and after them",
+    )
+    add(
+        "--turns",
+        type=int,
+        default=8,
+        help="decode: number of turns of each engine, each with 2 batches",
+    )
+    help_seconds = "sleep: seconds after which each kind of cycle runs only once"
     add("--seconds", type=float, default=220, help=help_seconds)
-    add("--attention", default="TRITON_ATTN", help="attention backend")
+    add("--attention", default="TRITON_ATTN", help="vLLM's attention backend")
     return made
 
 

@@ -120,7 +120,7 @@ def core_of(wheel: Path) -> dict[str, str]:
 def main() -> None:
     """Build all packages, or no package if one build fails."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plat", default="auto", help="the platform tag for auditwheel")
+    parser.add_argument("--plat", default="auto", help="the platform tag that auditwheel uses")
     parser.add_argument("--sdist-only", action="store_true")
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     parser.add_argument("pythons", nargs="*", metavar="PYTHON")

@@ -48,12 +48,12 @@ CALL_SECONDS = 60
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this part."""
     add = parser.add_argument_group("calls").add_argument
-    add("--calls-dropin", type=Path, help="folder of memsaver's torch_memory_saver; required")
+    add("--calls-dropin", type=Path, help="the folder of memsaver's torch_memory_saver; required")
     names = ",".join(FRAMEWORKS)
     add("--calls-only", type=runs.part_names(FRAMEWORKS), default=list(FRAMEWORKS), help=names)
-    add("--calls-rounds", type=runs.at_least(1), default=3, help="rounds of training")
-    add("--calls-tokens", type=int, default=65536, help="tokens of the engine's KV cache")
-    add("--calls-output", type=Path, default=RESULTS, help="file for this part's rows")
+    add("--calls-rounds", type=runs.at_least(1), default=3, help="number of training rounds")
+    add("--calls-tokens", type=int, default=65536, help="size of the engine's KV cache in tokens")
+    add("--calls-output", type=Path, default=RESULTS, help="the file for this part's rows")
 
 
 class Replay:

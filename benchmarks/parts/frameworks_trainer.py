@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--trainer-steps",
         type=runs.at_least(2),
         default=5,
-        help="steps of training; the first does not count",
+        help="number of training steps; the first is not measured",
     )
 
 

@@ -60,7 +60,7 @@ class Found:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this part."""
     add = parser.add_argument_group("trl").add_argument
-    add("--trl-steps", type=runs.at_least(2), default=5, help="steps of training")
+    add("--trl-steps", type=runs.at_least(2), default=5, help="number of training steps")
     add("--trl-fraction", type=float, default=0.3, help="vllm_gpu_memory_utilization")
     add("--trl-attention", default="TRITON_ATTN", help="vLLM's attention backend")
     add(

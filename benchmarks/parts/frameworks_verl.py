@@ -61,24 +61,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("verl").add_argument
     chosen = runs.part_names(SCENES)
     add("--verl-only", type=chosen, default=["steps"], help=",".join(SCENES))
-    add("--verl-steps", type=runs.at_least(2), default=5, help="steps of training")
+    add("--verl-steps", type=runs.at_least(2), default=5, help="number of training steps")
     add(
         "--verl-gpus",
         type=runs.at_least(1),
         default=1,
-        help="GPUs, for FSDP2 and for tensor parallelism",
+        help="number of GPUs, for FSDP2 and for tensor parallelism",
     )
     add("--verl-fraction", type=float, default=0.5, help="gpu_memory_utilization")
     text = "fractions: gpu_memory_utilization to try, up to the first that fails"
     add("--verl-fractions", type=float, nargs="+", default=FRACTIONS, help=text)
-    add("--verl-small", action="store_true", help="a model of 4 layers, to try this out")
+    add("--verl-small", action="store_true", help="use a model with 4 layers, for a quick trial")
     text = "folder for models, logs and results, which remain in it; see frameworks_verl.py"
     add("--verl-folder", type=Path, help=text)
     add(
         "--verl-cycles",
         type=runs.at_least(WARM + 2),
         default=50,
-        help="cycles: steps with a few short responses",
+        help="cycles: number of steps, each with a few short responses",
     )
 
 

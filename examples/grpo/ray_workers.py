@@ -303,13 +303,24 @@ def _answers(url: str) -> bool:
 
 
 def main(
-    ranks: Annotated[int, typer.Option(min=1, help="The trainer's ranks: one for each GPU.")] = 1,
-    tp: Annotated[int, typer.Option(min=0, help="The ranks of an engine; 0: all.")] = 0,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="The number of the trainer's ranks, one for each GPU.")
+    ] = 1,
+    tp: Annotated[
+        int, typer.Option(min=0, help="The number of ranks of an engine; 0 means all.")
+    ] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="The number of an engine's machines.")] = 1,
-    address: Annotated[str, typer.Option(help="The address of a cluster, or local.")] = "local",
-    preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
+    address: Annotated[
+        str, typer.Option(help="The address of a Ray cluster; local starts one.")
+    ] = "local",
+    preload: Annotated[
+        bool, typer.Option("--preload", help="Preload memsaver's library into the engines.")
+    ] = False,
     engine: Annotated[
-        str, typer.Option(callback=one_of("sglang", "model"), help="See train.py; not vllm.")
+        str,
+        typer.Option(
+            callback=one_of("sglang", "model"), help="See train.py; vllm is not supported."
+        ),
     ] = "sglang",
     model: Annotated[str, typer.Option(help="See train.py.")] = "small",
     steps: Annotated[int, typer.Option(min=1)] = Settings.steps,

@@ -56,34 +56,62 @@ def main(
     engine: Annotated[
         str,
         typer.Option(
-            callback=one_of(*ENGINES), help="sglang, vllm, or model: a copy of the model."
+            callback=one_of(*ENGINES),
+            help="sglang, vllm, or model, which generates with a copy of the model.",
         ),
     ] = DEFAULT.engine,
     sleep: Annotated[
-        bool, typer.Option("--sleep/--no-sleep", help="Trainer and engine take turns on the GPU.")
+        bool,
+        typer.Option(
+            "--sleep/--no-sleep", help="Let the trainer and the engine take turns on the GPU."
+        ),
     ] = DEFAULT.sleep,
     model: Annotated[
-        str, typer.Option(help="tiny, small, 0.6b (random weights), or a Qwen3's folder.")
+        str,
+        typer.Option(
+            help="tiny, small or 0.6b, with random weights; or the folder of a Qwen3 model."
+        ),
     ] = DEFAULT.model,
     steps: Annotated[int, typer.Option(min=1)] = DEFAULT.steps,
-    prompts: Annotated[int, typer.Option(min=1, help="Problems per step.")] = DEFAULT.prompts,
-    samples: Annotated[int, typer.Option(min=2, help="Answers per problem.")] = DEFAULT.samples,
-    largest: Annotated[int, typer.Option(min=0, help="Largest number.")] = DEFAULT.largest,
+    prompts: Annotated[
+        int, typer.Option(min=1, help="The number of problems in a step.")
+    ] = DEFAULT.prompts,
+    samples: Annotated[
+        int, typer.Option(min=2, help="The number of answers to a problem.")
+    ] = DEFAULT.samples,
+    largest: Annotated[
+        int, typer.Option(min=0, help="The largest number in a problem.")
+    ] = DEFAULT.largest,
     answer_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT.answer_tokens,
     temperature: Annotated[float, typer.Option(min=0.01)] = DEFAULT.temperature,
-    rate: Annotated[float, typer.Option(min=0, help="Learning rate.")] = DEFAULT.rate,
+    rate: Annotated[float, typer.Option(min=0, help="The learning rate.")] = DEFAULT.rate,
     clip: Annotated[float, typer.Option(min=0)] = DEFAULT.clip,
-    passes: Annotated[int, typer.Option(min=1, help="Per rollout.")] = DEFAULT.passes,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences per forward.")] = DEFAULT.rows,
+    passes: Annotated[
+        int, typer.Option(min=1, help="The number of training passes over a rollout.")
+    ] = DEFAULT.passes,
+    rows: Annotated[
+        int, typer.Option(min=1, help="The number of sequences in a forward pass.")
+    ] = DEFAULT.rows,
     seed: Annotated[int, typer.Option(min=0)] = DEFAULT.seed,
-    tp: Annotated[int, typer.Option(min=0, help="The engine's ranks; 0: all.")] = DEFAULT.tp,
+    tp: Annotated[
+        int, typer.Option(min=0, help="The number of the engine's ranks; 0 means all.")
+    ] = DEFAULT.tp,
     memory_fraction: Annotated[
-        float, typer.Option(min=0.01, max=0.95, help="The engine's fraction of the GPU.")
+        float,
+        typer.Option(
+            min=0.01, max=0.95, help="The fraction of the GPU's memory that the engine uses."
+        ),
     ] = DEFAULT.memory_fraction,
-    attention: Annotated[str, typer.Option(help="The engine's backend.")] = DEFAULT.attention,
+    attention: Annotated[
+        str, typer.Option(help="The engine's attention backend.")
+    ] = DEFAULT.attention,
     bucket_mib: Annotated[int, typer.Option(min=1)] = DEFAULT.bucket_mib,
     verify: Annotated[
-        str, typer.Option(callback=one_of(*VERIFY), help="off, sampled, full.")
+        str,
+        typer.Option(
+            callback=one_of(*VERIFY),
+            help="The verification of weight updates: off, sampled or full.",
+        ),
     ] = DEFAULT.verify,
     out: Annotated[
         Path,
@@ -92,7 +120,7 @@ def main(
         ),
     ] = Path("grpo"),
     picture: Annotated[
-        bool, typer.Option("--picture/--no-picture", help="Draw the results, with matplotlib.")
+        bool, typer.Option("--picture/--no-picture", help="Draw the results; needs matplotlib.")
     ] = True,
 ) -> None:
     """Train a small Qwen3 to add, with GRPO and a verifiable reward."""

@@ -37,7 +37,7 @@ def command(
             min=0.1,
             max=3600,
             metavar="SECONDS",
-            help="Update interval; 1 by default.",
+            help="The update interval in seconds; 1 by default.",
             show_default=False,
         ),
     ] = None,

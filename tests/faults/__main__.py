@@ -32,14 +32,14 @@ def arguments() -> argparse.Namespace:
         type=int,
         default=1,
         metavar="N",
-        help=f"of a call that an act makes more than {ALWAYS} times, each Nth only beyond that",
+        help=f"after the first {ALWAYS} calls of a function in an act, fail only every Nth call",
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=5,
         metavar="N",
-        help="processes at a time; they wait for the disk",
+        help="number of processes at a time; they often wait for the disk",
     )
     parser.add_argument(
         "--package",
@@ -48,7 +48,9 @@ def arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="the folder that contains the package memsaver (default: this repository)",
     )
-    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
+    parser.add_argument(
+        "--write", action="store_true", help="write the figures to reliability.json"
+    )
     return parser.parse_args()
 
 

@@ -43,13 +43,23 @@ class Found:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument(
-        "--seconds", type=int, default=60, metavar="N", help="the sum of both targets'"
+        "--seconds",
+        type=int,
+        default=60,
+        metavar="N",
+        help="the total time of both targets, in seconds",
     )
-    parser.add_argument("--seed", type=int, default=0, help="libFuzzer's; 0: a new one each time")
-    parser.add_argument("--target", choices=TARGETS, help="one alone")
-    parser.add_argument("--input", type=Path, metavar="FILE", help="run one input of the target")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="put a corpus's growth there")
-    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="libFuzzer's seed; 0: a new seed for each run"
+    )
+    parser.add_argument("--target", choices=TARGETS, help="run only this target")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="run the target with one input")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="store new inputs of the corpus in this folder"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the figures to reliability.json"
+    )
     asked = parser.parse_args()
     if asked.input and not asked.target:
         parser.error("--input needs --target")

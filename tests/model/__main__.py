@@ -36,17 +36,25 @@ PATIENCE = 1800.0  # the time limit of a process, in seconds
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="model", description="Random calls against a model.")
-    parser.add_argument("--operations", type=int, default=100_000, help="how many, in all")
-    parser.add_argument("--seed", type=int, help="of the first round; the others follow from it")
-    parser.add_argument("--only", type=int, metavar="SEED", help="one round alone")
     parser.add_argument(
-        "--shareable", default="", help="of one round: the tags that are shareable before it"
+        "--operations", type=int, default=100_000, help="the total number of operations"
     )
-    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of one round")
+    parser.add_argument(
+        "--seed", type=int, help="the seed of the first round, from which the other seeds follow"
+    )
+    parser.add_argument(
+        "--only", type=int, metavar="SEED", help="run only the round with this seed"
+    )
+    parser.add_argument(
+        "--shareable", default="", help="with --only: the tags that are shareable before the round"
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=SEQUENCES, help="number of sequences in a round"
+    )
     # Four on two cores, because a process waits for a third of its time.
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument(
-        "--write", action="store_true", help="put the figures into reliability.json"
+        "--write", action="store_true", help="write the figures to reliability.json"
     )
     return parser.parse_args()
 

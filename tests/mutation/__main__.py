@@ -35,10 +35,14 @@ from mutation.places import Place
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutation", description=__doc__)
     parser.add_argument(
-        "--ref", default="HEAD", help="a commit, or the path of a tar file of a tree"
+        "--ref", default="HEAD", help="a commit, or the path of a tar file with a source tree"
     )
-    parser.add_argument("--group", action="append", choices=GROUPS, help="default: all")
-    parser.add_argument("--count", type=int, default=400, metavar="N", help="mutants of a group")
+    parser.add_argument(
+        "--group", action="append", choices=GROUPS, help="the group to judge (default: all groups)"
+    )
+    parser.add_argument(
+        "--count", type=int, default=400, metavar="N", help="number of mutants in a group"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S")
@@ -49,10 +53,12 @@ def arguments() -> argparse.Namespace:
         type=float,
         default=Limits.all_tests,
         metavar="S",
-        help="of the tests of one mutant, as measured without it",
+        help="limit on the time of one mutant's tests, as measured without the mutant",
     )
-    parser.add_argument("--only-measure", action="store_true", help="judge no mutants")
-    parser.add_argument("--report", action="store_true", help="print the results so far, and end")
+    parser.add_argument(
+        "--only-measure", action="store_true", help="only measure which tests run which functions"
+    )
+    parser.add_argument("--report", action="store_true", help="print the results so far, and exit")
     return parser.parse_args()
 
 

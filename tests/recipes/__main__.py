@@ -133,11 +133,13 @@ ENGINES = {engine.package: engine for engine in (SGLANG, VLLM)}
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make recipes", description=__doc__)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help="of the engine")
-    parser.add_argument("--engine", choices=ENGINES, help="default: all engines")
-    parser.add_argument("--all", action="store_true", help="all published versions")
-    parser.add_argument("--write", action="store_true", help="the results into benchmarks/results")
-    parser.add_argument("--install", action="store_true", help="install the versions only")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="versions of the engine")
+    parser.add_argument("--engine", choices=ENGINES, help="the engine (default: all engines)")
+    parser.add_argument("--all", action="store_true", help="test all published versions")
+    parser.add_argument(
+        "--write", action="store_true", help="write the results to benchmarks/results"
+    )
+    parser.add_argument("--install", action="store_true", help="only install the versions")
     chosen = parser.parse_args()
     if chosen.versions and chosen.engine is None:
         parser.error("pass --engine with the versions")

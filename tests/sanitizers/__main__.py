@@ -31,13 +31,23 @@ CHECKS = 3  # at a time, for two cores: checks wait for threads, files and proce
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make sanitize", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=6, metavar="N", help="stresses of each build")
+    parser.add_argument(
+        "--seeds", type=int, default=6, metavar="N", help="number of stress tests of each build"
+    )
     parser.add_argument("--first-seed", type=int, default=1, metavar="N")
-    parser.add_argument("--operations", type=int, default=400, metavar="N", help="of each thread")
+    parser.add_argument(
+        "--operations",
+        type=int,
+        default=400,
+        metavar="N",
+        help="number of operations of each thread",
+    )
     parser.add_argument(
         "--only", choices=["stress", "units", "suite", "faults"], help="run only these checks"
     )
-    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
+    parser.add_argument(
+        "--write", action="store_true", help="write the figures to reliability.json"
+    )
     return parser.parse_args()
 
 

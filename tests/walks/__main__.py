@@ -39,9 +39,13 @@ print(json.dumps(figures))
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="walks", description="Random walks.")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each walk")
-    parser.add_argument("--seed", type=int, help="of the first walk; the others follow from it")
-    parser.add_argument("--only", choices=WALKS, help="one walk alone")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="duration of each walk in seconds"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="the seed of the first walk, from which the other seeds follow"
+    )
+    parser.add_argument("--only", choices=WALKS, help="run only this walk")
     return parser.parse_args()
 
 

@@ -243,12 +243,18 @@ def run_whole_process(options: argparse.Namespace, decoder: Decoder) -> dict[str
 def main() -> None:
     """Parse the command line, run the scenario and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--devices", default="0", help="indices, separated by commas")
-    parser.add_argument("--threads", type=int, default=1, help="for each device")
+    parser.add_argument("--devices", default="0", help="the devices' indices, separated by commas")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads for each device")
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--kv-backup", choices=["host", "none"], default="host")
-    parser.add_argument("--expandable", choices=["yes", "no"], help="what torch is expected to do")
-    parser.add_argument("--preloaded", choices=["yes", "no"], help="how this is expected to run")
+    parser.add_argument(
+        "--expandable",
+        choices=["yes", "no"],
+        help="whether torch is expected to use expandable segments",
+    )
+    parser.add_argument(
+        "--preloaded", choices=["yes", "no"], help="whether the library is expected to be preloaded"
+    )
     parser.add_argument("--whole-process", action="store_true")
     options = parser.parse_args()
     options.devices = [int(part) for part in options.devices.split(",")]
