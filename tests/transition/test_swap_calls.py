@@ -159,7 +159,7 @@ def test_the_c_function_refuses_no_tag_and_a_tag_in_both(sim, tag, make_blocks, 
     assert memsaver.state(name) == "mapped" and block.is_intact()
 
 
-NULL_LISTS = {
+MISSING_LISTS = {
     "out": "ms_transition_begin(None, 2, None, 0, -1, None, 0, None, result, None)",
     "into": "ms_transition_begin(None, 0, None, 2, -1, None, 0, None, result, None)",
     "unowned ranges": "ms_transition_begin(one, 1, None, 0, -1, None, 2, None, result, None)",
@@ -167,12 +167,14 @@ NULL_LISTS = {
     "reserved tags: all": "ms_reserve(one, EVERY_TAG, result, None)",
     "trimmed tags": "ms_trim_tags(None, 2, None, None)",
     "trimmed tags: all": "ms_trim_tags(one, EVERY_TAG, None, None)",
+    "a swap: no tag to pause": "ms_swap_begin(None, 0, one, 1, -1, None, 0, None, result, None)",
+    "a swap: no tag to resume": "ms_swap_begin(one, 1, None, 0, -1, None, 0, None, result, None)",
     "ranges": "ms_fingerprint(None, 2, result, result, None)",
 }
 
 
-@pytest.mark.parametrize("call", NULL_LISTS.values(), ids=NULL_LISTS.keys())
-def test_a_null_list_is_an_invalid_argument(sim, tag, make_blocks, call):
+@pytest.mark.parametrize("call", MISSING_LISTS.values(), ids=MISSING_LISTS.keys())
+def test_a_missing_list_is_an_invalid_argument(sim, tag, make_blocks, call):
     name = tag()
     (block,) = make_blocks(name, [MIB], backup="host")
     library = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver.so"))

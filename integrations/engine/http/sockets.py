@@ -88,7 +88,11 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
         addresses = _addresses(host, port, self._deadline)
         failure: OSError | None = None
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
-            connection = socket.socket(family, kind, protocol)
+            try:
+                connection = socket.socket(family, kind, protocol)
+            except OSError as error:  # for example, the system does not support IPv6
+                failure = error
+                continue
             try:
                 # Divides the remaining time, so that one unresponsive address cannot use it up.
                 connection.settimeout(_left(self._deadline) / (len(addresses) - number))

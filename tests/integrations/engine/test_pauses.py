@@ -18,11 +18,12 @@ KV, SAVED = {"kv_cache"}, {"weights", "cuda_graph"}
 
 
 @pytest.fixture
-def blocks(tag, make_blocks):
-    """Allocate an engine's memory, whose backups are out of date."""
+def blocks(request, tag, make_blocks):
+    """Allocate an engine's memory, whose backups are out of date; the parameter is their place."""
+    place = getattr(request, "param", "host")
     tag.names.extend(RELEASE_ORDER)
     made = {
-        name: make_blocks(name, [4 * MIB], backup="none" if name in KV else "host")
+        name: make_blocks(name, [4 * MIB], backup="none" if name in KV else place)
         for name in RELEASE_ORDER
     }
     assert pause().failure is None
@@ -56,6 +57,7 @@ def pause_beside(sim, in_thread, wait_until):
     return task.result()
 
 
+@pytest.mark.parametrize("blocks", ["host", "disk"], indirect=True)
 def test_the_kv_cache_is_paused_while_other_contents_are_saved(sim, blocks, in_thread, wait_until):
     start = time.perf_counter()
     rank = pause_beside(sim, in_thread, wait_until)

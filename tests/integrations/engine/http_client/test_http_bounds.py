@@ -83,6 +83,21 @@ def test_a_name_lookup_that_hangs_is_a_timeout(monkeypatch):
         hang.set()
 
 
+def test_the_next_address_is_tried_if_one_fails(serve, monkeypatch):
+    server = serve(OK_HEAD + b"Content-Length: 2\r\n\r\n{}")
+    real = socket.getaddrinfo
+
+    def only_the_last_works(host, port, *args, **kwargs):
+        no_socket = (socket.AF_INET, socket.SOCK_RAW, 0, "", ("127.0.0.1", port))
+        refused, works = (real("127.0.0.1", one, type=socket.SOCK_STREAM) for one in (unused, port))
+        return [no_socket, *refused, *works]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        unused = listener.getsockname()[1]
+    monkeypatch.setattr(socket, "getaddrinfo", only_the_last_works)
+    assert HttpClient(server.url).get("/server_info", 30) == "{}"
+
+
 TIMEOUTS = [None, float("inf"), float("nan"), 0, -1, 1e300, 10**400, True, "1", [], {}]
 
 
