@@ -31,6 +31,7 @@ __all__ = [
     "ranks_in",
     "replicas_in",
     "stage_group_of",
+    "uses_saver",
 ]
 
 LOCAL_CONTROL = "enable_dp_attention_local_control_broadcast"  # SGLang's option
@@ -117,6 +118,12 @@ def holds_model(updater: Any, has_all_stages: bool) -> bool:
     if has_local_control(scheduler):  # the experts may be spread over all replicas
         return False
     return has_all_stages or ranks_in(effective_arguments(scheduler), "pp_size") == 1
+
+
+def uses_saver(updater: Any) -> bool:
+    """Return whether SGLang's option `enable_memory_saver` is set, or is missing."""
+    arguments = effective_arguments(scheduler_of(updater))
+    return bool(getattr(arguments, "enable_memory_saver", True))
 
 
 def has_local_control(scheduler: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from ..engine.admission import Admission
 from ..engine.errors import EngineAsleepError
 from ..engine.refusals import asleep_error, refused
+from ..engine.shared_query import retrieve
 from .admissions import admission_of
 from .guard import is_known
 
@@ -33,8 +34,8 @@ class _Sender:
 
     Attributes:
         manager: the tokenizer manager.
-        lock: a lock that serializes requests of unknown types, so that each request is sent
-            immediately after its check.
+        lock: a lock that serializes the communicator's requests if their types are unknown, so that
+            each request is sent immediately after its check, and if `_uncancelled` sends them.
     """
 
     manager: Any
@@ -61,7 +62,9 @@ async def call(original: Callable[..., Awaitable[Any]], communicator: Any, obj: 
     admission = None if sender is None else admission_of(sender.manager)
     kind = type(obj).__name__
     if sender is None or admission is None or obj is None or is_known(kind):
-        return await original(communicator, obj)
+        if sender is None or not _is_blocked_by_cancellation(communicator):
+            return await original(communicator, obj)
+        return await _uncancelled(original, communicator, obj, sender.lock)
     what = f"process {kind}"
     async with sender.lock:
         if await admission.refresh():
@@ -88,6 +91,28 @@ def receive(original: Callable[..., None], communicator: Any, reply: Any) -> Non
     """
     if getattr(communicator, "_result_values", ()) is not None:
         original(communicator, reply)
+
+
+def _is_blocked_by_cancellation(communicator: Any) -> bool:
+    """Return whether later requests wait indefinitely after the cancellation of a request.
+
+    SGLang 0.5.16 and newer have no such queue of waiting requests.
+    """
+    return hasattr(communicator, "_ready_queue") and communicator._mode == "queueing"
+
+
+async def _uncancelled(
+    original: Callable[..., Awaitable[Any]], communicator: Any, obj: Any, lock: asyncio.Lock
+) -> Any:
+    """Send a request, and wait for its replies, even if the caller is cancelled in the meantime.
+
+    If the caller is cancelled before the request is sent, the request is not sent.
+    """
+    await lock.acquire()
+    replies = asyncio.ensure_future(original(communicator, obj))
+    replies.add_done_callback(lambda _: lock.release())
+    replies.add_done_callback(retrieve)
+    return await asyncio.shield(replies)
 
 
 async def _is_done(replies: asyncio.Future[Any]) -> bool:

@@ -31,7 +31,7 @@ from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.plain_check import Found, Known, PlainCheck, verdict
 from . import lost_weights, settings
 from .pipeline import can_defer, defer
-from .places import Place, group_of, holds_model, place_of, stage_group_of
+from .places import Place, group_of, holds_model, place_of, stage_group_of, uses_saver
 from .protocol import text_of_checks, verification_of
 from .updaters import SchedulerAsUpdater, scheduler_of
 
@@ -294,8 +294,8 @@ def _load_plainly(
     """
     group = stages or stage_group_of(updater)
     known = _known_to(updater)
-    has_all_names = holds_model(updater, stages is not None)
-    check = PlainCheck(known, watches=settings.updates_are_checked() and has_all_names)
+    is_watched = uses_saver(updater) and holds_model(updater, stages is not None)
+    check = PlainCheck(known, watches=settings.updates_are_checked() and is_watched)
     output, success, message = None, False, ""
 
     def loaded() -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import urllib.request
 from types import SimpleNamespace
 
 import pytest
 
 import memsaver
-from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.errors import EngineAsleepError, EngineTimeoutError
 from memsaver.integrations.sglang import SleepController, Status
 
 pytestmark = pytest.mark.recipes
@@ -96,3 +97,25 @@ def test_a_request_of_an_unknown_kind_is_refused_by_its_sender(engine):
         engine.run(tokenizer.slow_down_communicator(DrainReqInput()))
     assert caught.value.tags == ("weights",) and engine.scheduler.death is None
     post(engine, RESUME, ["weights"])
+
+
+@pytest.mark.parametrize("slow", ["GetInternalStateReq", "ReleaseMemoryOccupationReqInput"])
+def test_a_call_that_timed_out_can_be_repeated(engine, monkeypatch, slow):
+    """SGLang 0.5.11 waits indefinitely in all calls that follow a cancelled call."""
+    local = SimpleNamespace(loop=engine.loop, tokenizer_manager=engine.tokenizer, generate=None)
+    control = SleepController(local)
+    is_over, handle = threading.Event(), engine.scheduler._handle
+
+    def answer(request):
+        if type(request).__name__ == slow:
+            is_over.wait(60)
+        return handle(request)
+
+    monkeypatch.setattr(engine.scheduler, "_handle", answer)
+    with pytest.raises(EngineTimeoutError):
+        control.sleep(timeout=0.5)
+    is_over.set()
+    for _ in range(2):
+        control.sleep(timeout=60)
+        assert control.refresh() == Status.ASLEEP
+        control.wake_up(timeout=60)

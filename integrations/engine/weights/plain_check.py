@@ -29,6 +29,8 @@ Known = set[tuple[str, tuple[int, ...]]]
 _COMPUTED = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.(masked_)?bias$|position_ids$"
 )
+# Layers for multi-token prediction, such as model.mtp_layers.0, which only draft models load.
+_PREDICTION = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8  # names in a message
 
@@ -189,18 +191,21 @@ class _Coverage(Writes):
 
 def _is_skipped(model: Any, name: str) -> bool:
     """Return whether a model's loader is known to skip a tensor of this name."""
-    if _COMPUTED.search(name):
+    if _COMPUTED.search(name) or _PREDICTION.search(name):
         return True
     for tensors in (model.named_parameters, model.named_buffers):
         if any(known == name for known, _ in tensors(remove_duplicate=False)):
             return True  # tied to another tensor
     config = getattr(model, "config", None)
-    if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
-        return True
     layer = _LAYER.search(name)
-    layers = getattr(config, "num_hidden_layers", None)
-    predicts = getattr(config, "num_nextn_predict_layers", 0)  # loaded by a draft model
-    return bool(layer and predicts and isinstance(layers, int) and int(layer[1]) >= layers)
+    for one in (config, getattr(config, "text_config", None)):  # also of a multimodal model
+        if name.endswith("lm_head.weight") and getattr(one, "tie_word_embeddings", False):
+            return True
+        layers = getattr(one, "num_hidden_layers", None)
+        predicts = getattr(one, "num_nextn_predict_layers", 0)  # loaded by a draft model
+        if layer and predicts and isinstance(layers, int) and int(layer[1]) >= layers:
+            return True
+    return False
 
 
 def verdict(ranks: Sequence[Found]) -> str:

@@ -151,7 +151,7 @@ def test_a_repeated_tensor_is_refused(convert):
         loaded(lambda held, given: held.copy_(convert(given["a"])), a=torch.ones(6, 1))
 
 
-def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
+def test_a_plain_update_accepts_names_that_loaders_skip_on_purpose(manager):
     class Tied(Model):
         def __init__(self):
             super().__init__()
@@ -159,20 +159,29 @@ def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
             self.lm_head.weight = self.embed
 
     rank = manager(Tied())
-    named = {**checkpoint(), "model.rotary_emb.inv_freq": torch.ones(4)}
+    others = [
+        "model.rotary_emb.inv_freq",
+        "mtp.layers.0.norm.weight",
+        "model.mtp_layers.0.fc.weight",
+    ]
+    named = {**checkpoint(), **dict.fromkeys(others, torch.ones(4))}
     assert load(rank, named, None).success
     named["lm_head.bias"] = torch.ones(4)
     output = load(rank, named, None)
     assert not output.success and "lm_head.bias" in output.message
 
 
-@pytest.mark.parametrize("why", ["an option", "a pipeline stage, which has a part of the model"])
-def test_unknown_names_are_accepted(manager, monkeypatch, why):
+@pytest.mark.parametrize(
+    "arguments",
+    [None, {"pp_size": 2}, {"enable_memory_saver": False}],
+    ids=["with an option", "by a pipeline stage", "without a memory saver"],
+)
+def test_unknown_names_are_accepted(manager, monkeypatch, arguments):
     rank = manager(Model())
-    if why == "an option":
+    if arguments is None:
         monkeypatch.setenv("MEMSAVER_SGLANG_CHECK_UPDATES", "0")
     else:
-        rank.scheduler.server_args = types.SimpleNamespace(pp_size=2)
+        rank.scheduler.server_args = types.SimpleNamespace(**arguments)
     assert load(rank, {**weights(), "layer.0.q.weight": torch.ones(2)}, None).success
 
 
