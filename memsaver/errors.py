@@ -170,6 +170,17 @@ class BackupError(MemsaverError, OSError):
     needed: int = 0
     free: int = 0
 
+    # Derived, because pickling and copying an OSError lose values that were assigned.
+    @property
+    def errno(self) -> int | None:  # type: ignore[override]
+        """The value of `os_error`; None if no file operation failed."""
+        return self.os_error or None
+
+    @property
+    def strerror(self) -> str | None:  # type: ignore[override]
+        """The system's message for `errno`; None if no file operation failed."""
+        return os.strerror(self.os_error) if self.os_error else None
+
 
 class DriverError(MemsaverError):
     """A CUDA driver call failed. See `call` and `cuda_error`."""
@@ -229,8 +240,6 @@ def error_of(
         message = "CUDA out of memory: " + message
     error = kind(message, status=name, cuda_error=cuda_error, call=call, tag=tag)
     error.os_error = os_error
-    if isinstance(error, BackupError) and os_error:
-        error.errno, error.strerror = os_error, os.strerror(os_error)
     if isinstance(error, OutOfDeviceMemoryError | OutOfHostMemoryError | BackupError):
         error.needed, error.free = needed, free
     if isinstance(error, OutOfDeviceMemoryError):

@@ -8,6 +8,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Timeline:
     """A recording of this process, created by `timeline()`. A context manager. Thread-safe.
 
     Experimental: this API can change in any version. The recording can be read and saved while it
-    is running and afterwards.
+    is running and afterwards. If the object is deleted, the recording stops.
     """
 
     def __init__(self, events: int, interval: float | None) -> None:
@@ -51,6 +52,7 @@ class Timeline:
         self._unstopped: list[_Recording] = []  # the same; the thread that removes it stops it
         self._sampling: list[tuple[threading.Thread, Latch]] = []
         self._trace: Trace | None = None
+        weakref.finalize(self, _abandon, self._unstopped, self._sampling).atexit = False
 
     # Native, so that no signal handler runs between starting or stopping a recording and updating
     # this object.
@@ -90,7 +92,7 @@ class Timeline:
         over = Latch()
         try:
             sampler = start_daemon("timeline", functools.partial(_sample, self._interval, over))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self._unstopped.remove(recording)
             _C.timeline_stop()
             self._recording = None
@@ -99,7 +101,7 @@ class Timeline:
                 "interval"
             ) from None
         self._sampling.append((sampler, over))
-        atexit.register(self._end_sampling)  # so that no driver call runs at exit
+        atexit.register(_end_sampling, self._sampling)  # so that no driver call runs at exit
 
     def stop(self) -> None:
         """Stop recording, as on exit from a `with` block.
@@ -126,16 +128,9 @@ class Timeline:
                 self._unstopped.append(recording)
                 raise
         else:
-            _stop_in_child()
+            _stop_natively()
         self._recording = None
-        self._end_sampling()
-
-    def _end_sampling(self) -> None:
-        while self._sampling:
-            sampler, over = self._sampling.pop()
-            over.open()
-            sampler.join()
-            atexit.unregister(self._end_sampling)
+        _end_sampling(self._sampling)
 
     @property
     def trace(self) -> Trace:
@@ -259,7 +254,23 @@ def _read(recording: _Recording) -> Trace:
     )
 
 
-def _stop_in_child() -> None:
+def _end_sampling(sampling: list[tuple[threading.Thread, Latch]]) -> None:
+    while sampling:
+        sampler, over = sampling.pop()
+        over.open()
+        sampler.join()
+
+
+def _abandon(unstopped: list[_Recording], sampling: list[tuple[threading.Thread, Latch]]) -> None:
+    """Stop the recording of a deleted `Timeline`."""
+    for _, over in sampling:  # without waiting, because the sampler may be the deleting thread
+        over.open()
+    while unstopped:
+        unstopped.pop()
+        _stop_natively()
+
+
+def _stop_natively() -> None:
     try:
         _C.timeline_stop()
     except MemsaverError:

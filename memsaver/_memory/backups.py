@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -112,9 +113,13 @@ def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
     if not wait:
         return Trim(names)
     try:
-        return _trim(names)
-    finally:
-        emit_warnings()
+        released = _trim(names)
+    except BaseException:
+        with contextlib.suppress(Warning):  # a raised warning must not replace the call's error
+            emit_warnings()
+        raise
+    emit_warnings()
+    return released
 
 
 def _trim(tags: Sequence[str]) -> int:

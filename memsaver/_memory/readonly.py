@@ -98,9 +98,11 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         array.flags.writeable = False
         return array
 
-    def __array__(self, dtype: Any = None, *_: Any, **__: Any) -> Any:
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> Any:
         array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        if dtype is None and not copy:
+            return array
+        return array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._tensor.clone().__reduce_ex__(protocol)

@@ -63,7 +63,9 @@ class _Section(contextlib.ContextDecorator):
         traceback: TracebackType | None,
     ) -> None:
         self._end(error)
-        emit_warnings()
+        # A raised warning must not replace the block's error.
+        with contextlib.suppress(*(() if error is None else (Warning,))):
+            emit_warnings()
 
     def _end(self, error: BaseException | None) -> None:
         innermost, route, depth, _ = _entered.stack[-1] if _entered.stack else (None, None, 0, ())

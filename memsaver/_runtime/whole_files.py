@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
@@ -16,11 +17,13 @@ def replace_file(target: Path, content: bytes) -> None:
     A replaced file keeps its mode and, if the system allows it, its owner and group. Otherwise, the
     group has no access rights. During the write, no user has more access rights than the finished
     file grants. If the target is a link, the function replaces the file that the link points to. If
-    the target is a device or a pipe, the function writes directly to the target.
+    the target is a device or a pipe, the function writes directly to the target, and also if the
+    target is a mount point, such as a file that is mounted into a container; a failed write then
+    leaves an incomplete file.
 
     Raises:
-        OSError: the file cannot be written. The existing file is unchanged, and the error names the
-            target.
+        OSError: the file cannot be written. The error names the target. An existing file is
+            unchanged, unless the function writes directly to it.
     """
     try:
         if target.exists() and not target.is_file():
@@ -43,7 +46,13 @@ def _replace(target: Path, content: bytes) -> None:
             if before:
                 file.flush()
                 _give_rights(file.fileno(), before)
-        os.replace(fresh, target)
+        try:
+            os.replace(fresh, target)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            target.write_bytes(content)
+            fresh.unlink()
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise

@@ -45,6 +45,7 @@ def to_picture(trace: Trace, kind: str) -> bytes:
     axes: Any = figure.subplots(
         2 * len(devices), 1, sharex=True, squeeze=False, height_ratios=[3, 1] * len(devices)
     )[:, 0]
+    axes[-1].set_xlim(trace.begin, max(trace.seconds, trace.begin + 1e-9))
     for index, device in enumerate(devices):
         series = device_series(trace, device)
         held, free = axes[2 * index], axes[2 * index + 1]
@@ -56,13 +57,11 @@ def to_picture(trace: Trace, kind: str) -> bytes:
             part.yaxis.set_major_formatter(lambda value, _: size_text(int(value)))
             part.set_axisbelow(False)
             part.grid(alpha=0.3)
-            part.margins(x=0)
         name = f"GPU {device}: " if len(devices) > 1 else ""
         held.set_title(f"{name}device memory of tags", loc="left", fontsize=11)
         free.set_title("free on the device, as reported by the driver", loc="left", fontsize=9)
     if trace.dropped:
         figure.suptitle(f"the oldest {trace.dropped} events were dropped", fontsize=9)
-    axes[-1].set_xlim(trace.begin, max(trace.seconds, trace.begin + 1e-9))
     axes[-1].set_xlabel("seconds")
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=140)
@@ -143,8 +142,17 @@ def _draw_transitions(axes: Any, trace: Trace, device: int) -> None:
             end = row.end_seconds if row.end_seconds is not None else trace.seconds
             first, last = times.get((row.number, _shade(row)), (begin, end))
             times[row.number, _shade(row)] = (min(first, begin), max(last, end))
-    for (_, shade), (begin, end) in times.items():
-        colour = _COLOURS[shade]
-        axes.axvspan(begin, end, color=colour, alpha=_BAND_ALPHA, linewidth=0, zorder=0)
-        for at in (begin, end):
-            axes.axvline(at, color=colour, linewidth=0.8)
+    whole_height = axes.get_xaxis_transform()
+    for shade, colour in _COLOURS.items():  # one artist for each colour, for long recordings
+        bands = [band for (_, other), band in times.items() if other == shade]
+        axes.broken_barh(
+            [(begin, end - begin) for begin, end in bands],
+            (0, 1),
+            transform=whole_height,
+            color=colour,
+            alpha=_BAND_ALPHA,
+            linewidth=0,
+            zorder=0,
+        )
+        edges = [at for band in bands for at in band]
+        axes.vlines(edges, 0, 1, transform=whole_height, color=colour, linewidth=0.8)

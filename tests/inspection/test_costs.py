@@ -10,7 +10,7 @@ import pytest
 
 import memsaver
 from memsaver._memory import costs, torch_mode
-from memsaver._runtime.native import _C
+from memsaver._runtime.native import _C, note
 
 MIB = 1 << 20
 
@@ -234,6 +234,17 @@ def test_as_errors_they_come_after_the_pause(sim, name, make_blocks):
     assert memsaver.state(name) == "paused"
     memsaver.resume(name)
     assert blocks[0].is_intact()
+
+
+def test_as_errors_they_replace_no_error_of_the_program(sim, name, make_blocks):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError), memsaver.region(name):
+            note("a warning", memsaver.UsageWarning)
+            raise ZeroDivisionError
+        note("a warning", memsaver.UsageWarning)
+        with pytest.raises(memsaver.UnknownTagError):
+            memsaver.trim(wait=True, tags="unknown")
 
 
 def test_a_check_that_fails_is_no_failure(sim, name, make_blocks, monkeypatch):

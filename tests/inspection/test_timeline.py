@@ -234,6 +234,22 @@ def test_a_process_has_one_timeline_at_a_time(sim, tag):
     assert other.trace.samples is not t.trace.samples
 
 
+@pytest.mark.parametrize("interval", [None, 0.01])
+def test_a_deleted_timeline_stops_its_recording(sim, tag, make_blocks, interval):
+    lost = memsaver.timeline(interval=interval)
+    lost.start()
+    threads = [thread for thread in threading.enumerate() if "timeline" in thread.name]
+    assert len(threads) == (interval is not None)
+    del lost
+    name = tag()
+    with memsaver.timeline() as t:
+        blocks = make_blocks(name, [2 * MIB])
+    assert resident(t.samples, name)[-1] == 2 * MIB and blocks
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 @pytest.mark.each_python
 def test_it_is_over_after_an_exception_and_may_record_again(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
@@ -259,9 +275,10 @@ def test_invalid_options_are_rejected(option, values):
             memsaver.timeline(**{option: wrong})
 
 
-def test_without_a_thread_nothing_is_recorded(sim, monkeypatch):
+@pytest.mark.parametrize("failure", [RuntimeError("can't start new thread"), MemoryError()])
+def test_without_a_thread_nothing_is_recorded(sim, monkeypatch, failure):
     def refuse(self):
-        raise RuntimeError("can't start new thread")
+        raise failure
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)

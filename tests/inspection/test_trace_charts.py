@@ -166,6 +166,16 @@ def test_pictures_are_written_for_any_tag(tmp_path, kind, magic):
     assert files.save(trace, tmp_path / f"x.{kind}").read_bytes().startswith(magic)
 
 
+def test_a_pictures_bands_are_few_objects_for_any_number_of_transitions(tmp_path):
+    """One object for each transition would make the time quadratic."""
+    counts = []
+    for number in (1, 50):
+        rows = [transition(number=index, begin_seconds=index / 10) for index in range(number)]
+        path = files.save(made(transitions=rows), tmp_path / f"{number}.svg")
+        counts.append(path.read_text().count("<g id="))
+    assert counts[0] == counts[1]
+
+
 def test_the_pictures_pixels_are_the_tags(tmp_path):
     """The tag's color fills exactly the time during which the tag had memory."""
     trace = made(samples=[TagSample(0.0, "a", 0, 100, 100), TagSample(5.0, "a", 0, 100, 0)])

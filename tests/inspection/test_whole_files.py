@@ -1,5 +1,6 @@
 """Tests that files are replaced atomically, and tests the files' access rights at every moment."""
 
+import errno
 import os
 import stat
 import sys
@@ -82,3 +83,15 @@ def test_a_group_that_cannot_be_kept_gives_no_other_group_rights(tmp_path, monke
     replace_file(target, b"after")
     monkeypatch.undo()
     assert stat.S_IMODE(target.stat().st_mode) == 0o600 and target.read_bytes() == b"after"
+
+
+def test_a_mount_point_is_written_in_place(tmp_path, monkeypatch):
+    target = tmp_path / "saved"
+    target.write_bytes(b"before")
+
+    def refuse(*_):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    replace_file(target, b"after")
+    assert target.read_bytes() == b"after" and os.listdir(tmp_path) == ["saved"]

@@ -1,7 +1,9 @@
 """Tests backup files: writes, reads, holes and errors."""
 
+import copy
 import errno
 import os
+import pickle
 import subprocess
 import tempfile
 from pathlib import Path
@@ -162,8 +164,9 @@ def program_file(folder):
 
 def test_an_error_of_a_file_is_an_oserror():
     error = error_of(6, "writing failed", 0, "", "weights", 4096, 512, errno.ENOSPC)
-    assert isinstance(error, BackupError) and isinstance(error, OSError)
-    assert (error.errno, error.strerror) == (errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert isinstance(one, BackupError) and isinstance(one, OSError)
+        assert (one.errno, one.strerror) == (errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert (error.os_error, error.needed, error.free) == (errno.ENOSPC, 4096, 512)
     assert str(error) == "writing failed" and error.tag == "weights"
     plain = error_of(6, "of no file", 0, "", "", 0, 0, 0)

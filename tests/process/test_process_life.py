@@ -262,3 +262,20 @@ def test_a_child_forked_while_a_thread_starts_collects_garbage(run_python):
         assert gc.isenabled()
         """
     )
+
+
+def test_simulated_memory_outlives_exit_handlers(run_python):
+    done = run_python(
+        """
+        import atexit
+        from memsaver import simulator
+        import memsaver
+
+        blocks = []
+        atexit.register(lambda: print(blocks[0].array[:4]))  # runs after later handlers
+        with memsaver.region("w", backup="host"):
+            blocks.append(simulator.buffer(1 << 20))
+        blocks[0].array[:4] = b"kept"
+        """
+    )
+    assert done.stdout == "b'kept'\n"

@@ -22,6 +22,8 @@ LITTLE = 4 << 30  # too little disk space for the weights of any model
 PAGE = 4096  # the alignment of direct transfers
 
 _IN_MEMORY = ("tmpfs", "ramfs")
+# Pythons that were built with old kernel headers do not have the constant.
+_O_TMPFILE = getattr(os, "O_TMPFILE", 0o20000000 | os.O_DIRECTORY)
 
 
 def check_disk() -> list[Finding]:
@@ -98,7 +100,7 @@ def _private_file(directory: str) -> Iterator[tuple[int, bool]]:
     """Yield a temporary file like the file of a backup, and whether the file never had a name."""
     unnamed = True
     try:
-        flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+        flags = _O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
         file = os.open(directory, flags, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
