@@ -137,6 +137,10 @@ MS_API ms_status ms_device_count(int* count, ms_error* error);
  * Errors: MS_BAD_CONFIG if the option does not exist or the value is invalid. */
 MS_API ms_status ms_configure(const char* name, const char* value, ms_error* error);
 
+/* Checks whether ms_configure would accept the value, and sets nothing. The errors are those of
+ * ms_configure. */
+MS_API ms_status ms_check_option(const char* name, const char* value, ms_error* error);
+
 /* Writes an option's value as text, truncated to `capacity` bytes and always null-terminated.
  * Errors: MS_BAD_CONFIG if the option does not exist or its environment variable is invalid;
  * MS_INVALID_ARGUMENT if `capacity` is 0. */
@@ -366,8 +370,8 @@ MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable
 
 /* Releases the host memory, disk space and device memory of all backups except those of paused
  * tags. Also releases the memory that is kept for computing fingerprints. Skips tags in a
- * transition. Releasing 8 GiB of host memory takes about a tenth of a second. Waits for all work on
- * the devices. */
+ * transition, and waits for other calls that use a tag's memory. Releasing 8 GiB of host memory
+ * takes about a tenth of a second. Waits for all work on the devices. */
 MS_API ms_status ms_trim(uint64_t* released_bytes, ms_error* error);
 
 /* Like ms_trim, but releases only the backups of `tags`; an empty list selects every tag.

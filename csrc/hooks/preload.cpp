@@ -70,9 +70,13 @@ bool has_own_core() {
     case MS_NOT_LOADED:
     case MS_INVALID_STATE:
       return kNotServed;
-    default:
+    case MS_OUT_OF_DEVICE_MEMORY:
+    case MS_OUT_OF_HOST_MEMORY:
       ms_warn(error.message);  // the hook's signature cannot return the message
       return kErrorMemoryAllocation;
+    default:  // callers such as torch would free memory and try again after an out-of-memory error
+      ms_warn(error.message);
+      return kErrorUnknown;
   }
 }
 

@@ -118,6 +118,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("configure", [](const std::string& name, const std::string& value) {
     without_gil([&](ms_error* error) { return ms_configure(name.c_str(), value.c_str(), error); });
   });
+  m.def("check_option", [](const std::string& name, const std::string& value) {
+    without_gil(
+        [&](ms_error* error) { return ms_check_option(name.c_str(), value.c_str(), error); });
+  });
   m.def("option", [](const std::string& name) {
     char value[4096];  // PATH_MAX: an option may be a path
     without_gil(

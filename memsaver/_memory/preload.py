@@ -17,10 +17,13 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from memsaver._runtime.blocks import block
-from memsaver._runtime.native import Backup, backup_code, check_new_tag
+from memsaver._runtime.native import _C, Backup, backup_code, check_new_tag
+from memsaver._runtime.settings import Options
+from memsaver._runtime.variables import variable_of
 from memsaver.errors import ConfigError, NotLoadedError
 
 __all__ = ["is_preloaded", "preload", "preload_env"]
@@ -62,8 +65,9 @@ def preload_env(
         code are not changed. Without preload mode, torch may use expandable segments.
 
     Raises:
-        ConfigError: the tag is empty, the backup is unknown or is passed without a tag, or the
-            installation path has a space or a colon, which `LD_PRELOAD` cannot express.
+        ConfigError: the tag is empty, the backup is unknown or is passed without a tag, the
+            variable of an option other than `disk_dir` has an invalid value, or the installation
+            path has a space or a colon, which `LD_PRELOAD` cannot express.
         NotLoadedError: the libraries are not installed.
     """
     base = os.environ if env is None else env
@@ -85,6 +89,7 @@ def preload_env(
             backup_code(inherited)
         except ConfigError as error:
             raise ConfigError(f"MEMSAVER_BACKUP is set, and {error}") from None
+    _check_options(base)
     added["LD_PRELOAD"] = _with_library(base.get("LD_PRELOAD", ""), _library_path())
     if whole_process:
         for name in _TORCH_SETTINGS:
@@ -130,6 +135,14 @@ def is_preloaded() -> bool:
     except OSError:
         return False
     return True
+
+
+def _check_options(environment: Mapping[str, str]) -> None:
+    for option in fields(Options):
+        value = environment.get(variable_of(option.name))
+        # A child may start in another folder, and may see other directories.
+        if value is not None and option.name != "disk_dir":
+            _C.check_option(option.name, os.fsencode(value))
 
 
 def _library_path() -> str:

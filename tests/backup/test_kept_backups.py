@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from looks import intact, row_of
+from looks import held, intact, row_of
 from simulated_driver import known_parts
 
 import memsaver
@@ -317,6 +317,35 @@ def test_after_a_trim_everything_is_copied(sim, tag, make, kind):
     assert cycle(name) == 4 * MIB and block.is_intact()
     memsaver.pause(name)
     assert memsaver.trim(wait=True) < MIB, "backs a paused tag"
+    memsaver.resume(name)
+    assert block.is_intact()
+
+
+def test_a_trim_waits_for_a_free_that_waits_for_the_device(sim, tag, make, in_thread, wait_until):
+    (block,) = make(name := tag(), [4 * MIB], "host")
+    cycle(name)
+    with memsaver.region(name):
+        freed = _C.malloc(MIB, 0)
+    with sim.stream() as stream, held(sim):
+        sim.memset(block.address, block.expected[0], 1, stream)
+        free = in_thread(_C.free, freed)
+        wait_until(lambda: len(memsaver.ranges(name)) == 1)
+        trim = memsaver.trim(tags=name)
+        with pytest.raises(TimeoutError):
+            trim.wait(0.05)
+    free.result()
+    assert trim.wait(10) == 4 * MIB
+    assert block.is_intact()
+
+
+def test_a_trim_skips_a_tag_in_a_transition(sim, tag, make):
+    (block,) = make(name := tag(), [4 * MIB], "host")
+    cycle(name)
+    with held(sim):
+        block.write(0, b"changed")
+        pause = memsaver.pause(name, wait=False)
+        assert memsaver.trim(tags=name).wait(10) == 0
+    pause.wait()
     memsaver.resume(name)
     assert block.is_intact()
 

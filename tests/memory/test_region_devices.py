@@ -57,6 +57,75 @@ def test_memory_of_other_devices_is_refused(run_python):
     )
 
 
+# A region's memory, a context of the program on device 1, and device 1's access to memory.
+LATER = """
+    import contextlib, ctypes
+    import memsaver
+    from memsaver import simulator
+    from memsaver._runtime.native import _C
+    from simulated_driver import Simulator
+
+    sim = Simulator()
+
+    def make(tag):
+        with memsaver.region(tag, backup="host"):
+            return simulator.buffer(64 << 20)
+
+    @contextlib.contextmanager
+    def context():
+        assert sim.opened.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 1) == 0
+        yield
+        assert sim.opened.cuDevicePrimaryCtxRelease_v2(1) == 0
+
+    def accessible(*buffers):
+        flags, device = ctypes.c_uint64(), (ctypes.c_int * 2)(1, 1)
+        found = []
+        for buffer in buffers:
+            address = ctypes.c_uint64(buffer.address)
+            assert sim.opened.cuMemGetAccess(ctypes.byref(flags), device, address) == 0
+            found.append(flags.value == 3)
+        return found
+"""
+
+
+def test_a_device_that_comes_into_use_again_can_access_all_memory(run_python):
+    run_python(
+        LATER
+        + """
+    first = make("a")
+    with context():
+        second = make("b")
+        assert accessible(first, second) == [True, True]
+    third = make("c")
+    assert accessible(third) == [False]
+    with context():
+        _C.refresh_peers()
+        assert accessible(first, second, third) == [True, True, True]
+    """,
+        **TWO,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "refused"),
+    [("cuMemSetAccess", [False, True, False]), ("cuDeviceCanAccessPeer", [False, True, True])],
+)
+def test_access_that_the_driver_refuses_is_granted_later(run_python, call, refused):
+    run_python(
+        LATER
+        + f"""
+    buffers = [make("a"), make("b"), make("b")]
+    with context():
+        with sim.fault({call!r}, sim.OUT_OF_MEMORY, nth=2):  # of tag b
+            _C.refresh_peers()
+        assert [not granted for granted in accessible(*buffers)] == {refused}
+        _C.refresh_peers()
+        assert accessible(*buffers) == [True, True, True]
+    """,
+        **TWO,
+    )
+
+
 WRONG = [7, "cuda:9", "banana", [0, 5], -1, 1.5, "cpu", "cuda:01", True, [], "", [None], b"cuda"]
 
 

@@ -80,6 +80,28 @@ def test_env_rejects_bad_input(arguments, says):
     assert dict(os.environ) == before
 
 
+OPTIONS = {"MEMSAVER_HOST_BYTES": "64GB", "MEMSAVER_POISON": "", "MEMSAVER_PEER": "cuda:1"}
+
+
+@pytest.mark.parametrize(("variable", "value"), OPTIONS.items())
+def test_env_rejects_an_invalid_option(monkeypatch, variable, value):
+    with pytest.raises(ConfigError, match=variable):
+        preload_env(env={variable: value})
+    monkeypatch.setenv(variable, value)
+    before = dict(os.environ)
+    with pytest.raises(ConfigError, match=variable), preload():
+        pass
+    assert dict(os.environ) == before
+
+
+@pytest.mark.preloads
+def test_env_leaves_this_processs_options_unchanged():
+    before = memsaver.options()
+    # A child may see other directories.
+    preload_env(env={"MEMSAVER_HOST_BYTES": "1GiB", "MEMSAVER_DISK_DIR": "/nowhere"})
+    assert memsaver.options() == before
+
+
 def test_env_rejects_an_incomplete_or_unrepresentable_installation(tmp_path, monkeypatch):
     module = sys.modules["memsaver._memory.preload"]
     monkeypatch.setattr(module, "__file__", str(tmp_path / "_memory" / "preload.py"))

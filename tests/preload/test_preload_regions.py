@@ -74,6 +74,23 @@ def test_out_of_memory_is_an_error_code_and_passes(python):
     assert out == ["2", "0", "True", "0"]
 
 
+def test_an_invalid_option_is_not_reported_as_out_of_memory(python):
+    # torch would free its cached memory and try again.
+    out = python(
+        """
+        import ctypes
+
+        caller, core = Caller("caller_1.so"), Core()
+        caller.malloc(MIB)
+        text = ctypes.create_string_buffer(4096)
+        print(caller.status, core.lib.ms_next_warning(text, c_size_t(4096)))
+        print(b"MEMSAVER_HOST_BYTES" in text.value)
+        """,
+        {**TRAINER, "MEMSAVER_HOST_BYTES": "64GB"},
+    )
+    assert out == ["999", "1", "True"]
+
+
 def test_preloaded_memory_can_be_paused_and_resumed(python):
     out = python(
         """
@@ -110,6 +127,21 @@ def test_the_environment_makes_the_process_a_region(python, backup, policy):
         {**SIM, "MEMSAVER_TAG": "trainer", "MEMSAVER_BACKUP": backup},
     )
     assert out == ["trainer", policy, "1", "0", "0", "True"]
+
+
+@pytest.mark.parametrize(("given", "policy"), [("1", "1"), ("-1", "3")])
+def test_a_region_of_the_processs_tag_may_be_the_first_use(python, given, policy):
+    out = python(
+        f"""
+        caller, core = Caller("caller_1.so"), Core()
+        core.enter("trainer", {given})
+        caller.malloc(4 * MIB)
+        core.leave()
+        print(core.backup("trainer"), core.owns(caller.malloc(64)), core.backup("trainer"))
+        """,
+        {**TRAINER, "MEMSAVER_BACKUP": "disk"},
+    )
+    assert out == [policy, "True", policy]
 
 
 # These two import torch, whose own runtime of version 13 would get the calls of a caller of that

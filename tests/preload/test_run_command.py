@@ -88,6 +88,16 @@ def test_run_distinguishes_a_missing_interpreter_from_a_missing_command(cli, tmp
     assert done.returncode == 126 and f"memsaver run -- sh {script}" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("MEMSAVER_HOST_BYTES", "64GB"), ("MEMSAVER_DISK_DIR", "/nowhere")],
+)
+def test_run_rejects_an_invalid_option_before_the_command_starts(cli, variable, value):
+    done = cli("--", "echo", "started", env={variable: value})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("memsaver run: ") and variable in done.stderr
+
+
 def test_version_and_help_need_no_preloading(run):
     done = run([sys.executable, "-m", "memsaver", "--version"], preloaded=())
     assert done.returncode == 0 and re.match(r"memsaver \d", done.stdout)

@@ -254,8 +254,11 @@ def test_a_driver_that_comes_later_is_found(run_python):
         code(
             """
             raises(memsaver.NotLoadedError, enter, "t")
+            in_fork(lambda: raises(memsaver.NotLoadedError, enter, "t"))
             os.environ["MEMSAVER_DRIVER"] = "sim"
+            in_fork(use)
             use()
+            in_fork(lambda: raises(memsaver.InvalidStateError, enter, "late"))
             """
         ),
         MEMSAVER_DRIVER="/nonexistent.so",

@@ -67,6 +67,11 @@ ms_status ms_configure(const char* name, const char* value, ms_error* error) {
                  [&] { set_option(text_of(name, "the option"), text_of(value, "the value")); });
 }
 
+ms_status ms_check_option(const char* name, const char* value, ms_error* error) {
+  return guarded(error,
+                 [&] { check_option(text_of(name, "the option"), text_of(value, "the value")); });
+}
+
 ms_status ms_option(const char* name, char* value, size_t capacity, ms_error* error) {
   return guarded(error, [&] {
     if (!value || capacity == 0)

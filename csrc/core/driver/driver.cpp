@@ -91,8 +91,13 @@ const DriverTable& driver() {
   static std::mutex* const mutex = new std::mutex;
   std::lock_guard<std::mutex> lock(*mutex);
   if (!opened.load(std::memory_order_acquire)) {
-    driver_is_open();  // before the driver is open, so that no forked child is missed
-    opened.store(open_driver().release(), std::memory_order_release);
+    set_driver_open(true);  // before the driver is open, so that no forked child is missed
+    try {
+      opened.store(open_driver().release(), std::memory_order_release);
+    } catch (...) {
+      set_driver_open(false);
+      throw;
+    }
   }
   return *opened.load(std::memory_order_acquire);
 }

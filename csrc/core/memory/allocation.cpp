@@ -121,23 +121,39 @@ void complete_frees(std::unique_lock<std::mutex>& lock, Pool& pool) {
   }
 }
 
-// Grants the devices in use access to a tag's memory. Returns false, and does nothing, if waiting
-// for the tag would deadlock.
+// Grants the devices in use access to the memory of a pool. Returns the first failure, after which
+// the function continues with the other extents. The caller owns the tag's Hold.
+std::optional<Error> share_memory_of(const Pool& pool) try {
+  const std::vector<CUmemAccessDesc> access = pool.heap.device().access();
+  std::optional<Error> failure;
+  for (const auto& [address, extent] : pool.heap.extents()) {
+    try {
+      extent.share(access);
+    } catch (Error& error) {
+      if (!failure) failure = std::move(error);
+    }
+  }
+  return failure;
+} catch (Error& error) {
+  return std::move(error);
+}
+
+// Grants the devices in use access to a tag's memory. Returns whether all of it can be accessed.
+// Does nothing if waiting for the tag would deadlock.
 bool share_memory_of(Tag& tag) {
   std::unique_lock<std::mutex> lock(Registry::instance().mutex);
   if (would_wait_for_ever({&tag}, Need::kMemory)) return false;
   Hold hold(std::move(lock), {&tag});
   hold.unlock();  // only the owner of the Hold changes the pools
-  for (auto& [ordinal, pool] : tag.pools) {
-    try {
-      const std::vector<CUmemAccessDesc> access = pool.heap.device().access();
-      for (const auto& [address, extent] : pool.heap.extents()) extent.share(access);
-    } catch (const Error& error) {
-      warn("memory of tag " + quoted(tag.name) +
-           " cannot be accessed by every device in use: " + error.message);
-    }
+  bool all = true;
+  for (const auto& [ordinal, pool] : tag.pools) {
+    const std::optional<Error> failure = share_memory_of(pool);
+    if (!failure) continue;
+    warn("memory of tag " + quoted(tag.name) +
+         " cannot be accessed by every device in use: " + failure->message);
+    all = false;
   }
-  return true;
+  return all;
 }
 
 }  // namespace
@@ -183,18 +199,21 @@ void Hold::keep_only(const std::vector<Tag*>& tags) {
 }
 
 void share_with_active_devices() {
-  static std::atomic<uint64_t> known{0};
+  static std::atomic<uint64_t> known{0};  // the active devices, all of which can access all memory
   const uint64_t active = Device::active();
-  const uint64_t before = known.load();
-  if ((active & ~before) == 0) return;
-  Registry& registry = Registry::instance();
-  std::unique_lock<std::mutex> lock(registry.mutex);
-  const std::vector<Tag*> tags = registry.select({});
-  lock.unlock();
-  bool all = true;
-  for (Tag* tag : tags) all &= share_memory_of(*tag);
-  if (!all) return;
-  known.store(active);
+  uint64_t before = known.load();
+  if (active == before) return;
+  if ((active & ~before) != 0) {
+    Registry& registry = Registry::instance();
+    std::unique_lock<std::mutex> lock(registry.mutex);
+    const std::vector<Tag*> tags = registry.select({});
+    lock.unlock();
+    bool all = true;
+    for (Tag* tag : tags) all &= share_memory_of(*tag);
+    // Memory that was mapped after a device stopped being active is not accessible to it.
+    if (!all || Device::active() != active) return;
+  }
+  known.compare_exchange_strong(before, active);
 }
 
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {

@@ -69,7 +69,7 @@ uint64_t trim_backups(const std::vector<std::string>& names) {
   uint64_t released = 0;
   for (Tag* tag : tags) {
     lock.lock();
-    if (tag->hold) {
+    if (would_wait({tag}, Need::kSettled) || would_wait_for_ever({tag}, Need::kMemory)) {
       lock.unlock();
       continue;
     }

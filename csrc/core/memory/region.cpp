@@ -60,30 +60,6 @@ Stack::~Stack() {
   inside = false;
 }
 
-// Opens a region of the tag. Requires the registry's lock.
-Tag& open(const std::string& name, std::optional<Backup> policy) {
-  if (name.empty()) {
-    throw Error(Status::kInvalidArgument,
-                "a tag cannot be empty: give the region a name such as 'weights'");
-  }
-  Registry& registry = Registry::instance();
-  std::unique_lock<std::mutex> lock(registry.mutex);
-  Tag& tag = registry.tag(name);
-  // Wait for a transition in progress, as any conflicting call does.
-  wait_for_tags(lock, {&tag}, Need::kSettled);
-  if (tag.state == State::kPaused) {
-    throw Error(Status::kInvalidState,
-                "a region of tag " + quoted(name) +
-                    " cannot be entered while the tag is paused: its new tensors would "
-                    "have no memory; resume it first")
-        .with_tag(name);
-  }
-  if (policy) tag.policy = *policy;
-  ++tag.open_regions;
-  ++registry.changes;
-  return tag;
-}
-
 Tag* process_tag_from_environment() noexcept try {
   const char* name = std::getenv("MEMSAVER_TAG");
   if (!name || !*name) return nullptr;
@@ -122,6 +98,31 @@ Tag* process_tag() noexcept {
     if (!found) regions::open_anywhere.fetch_sub(1);
     return found;
   }();
+  return tag;
+}
+
+// Opens a region of the tag. Acquires the registry's lock.
+Tag& open(const std::string& name, std::optional<Backup> policy) {
+  if (name.empty()) {
+    throw Error(Status::kInvalidArgument,
+                "a tag cannot be empty: give the region a name such as 'weights'");
+  }
+  process_tag();  // the environment's policy must not replace the policy of a region
+  Registry& registry = Registry::instance();
+  std::unique_lock<std::mutex> lock(registry.mutex);
+  Tag& tag = registry.tag(name);
+  // Wait for a transition in progress, as any conflicting call does.
+  wait_for_tags(lock, {&tag}, Need::kSettled);
+  if (tag.state == State::kPaused) {
+    throw Error(Status::kInvalidState,
+                "a region of tag " + quoted(name) +
+                    " cannot be entered while the tag is paused: its new tensors would "
+                    "have no memory; resume it first")
+        .with_tag(name);
+  }
+  if (policy) tag.policy = *policy;
+  ++tag.open_regions;
+  ++registry.changes;
   return tag;
 }
 

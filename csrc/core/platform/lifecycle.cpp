@@ -14,10 +14,12 @@ namespace {
 std::atomic<bool> opened{false};
 }
 
-void driver_is_open() noexcept {
-  if (opened.exchange(true)) return;
-  pthread_atfork(nullptr, nullptr,
-                 [] { lifecycle::inert_child.store(true, std::memory_order_relaxed); });
+void set_driver_open(bool open) noexcept {
+  static const int prepared_for_forks = pthread_atfork(nullptr, nullptr, [] {
+    if (opened.load()) lifecycle::inert_child.store(true, std::memory_order_relaxed);
+  });
+  (void)prepared_for_forks;
+  opened.store(open);
 }
 
 void require_not_forked() {

@@ -21,7 +21,8 @@ inline bool forked() noexcept { return lifecycle::inert_child.load(std::memory_o
 // Throws kInvalidState in a child in which the library is inert.
 void require_not_forked();
 
-// Makes the library inert in children that are forked later. Called when the driver is opened.
-void driver_is_open() noexcept;
+// Sets whether the library is inert in children that are forked later: true before the driver is
+// opened, and false if it could not be opened.
+void set_driver_open(bool open) noexcept;
 
 }  // namespace memsaver

@@ -239,6 +239,8 @@ void check_options() {
 
 void set_option(const std::string& name, const std::string& text) { set(find(name), text); }
 
+void check_option(const std::string& name, const std::string& text) { parse(find(name), text); }
+
 std::string option_text(const std::string& name) {
   const Entry& entry = read(find(name));
   switch (entry.kind) {

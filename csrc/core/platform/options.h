@@ -85,6 +85,9 @@ void check_options();
 // function throws kBadConfig, nothing has changed.
 void set_option(const std::string& name, const std::string& text);
 
+// Throws the error of set_option(), and sets nothing.
+void check_option(const std::string& name, const std::string& text);
+
 // Returns the option's value as text that set_option() accepts: a size in bytes, "on" or "off", a
 // path, an ordinal or "auto", or seconds. Throws kBadConfig for an unknown name.
 std::string option_text(const std::string& name);

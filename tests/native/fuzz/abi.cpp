@@ -298,7 +298,9 @@ void Session::ask() {
       break;
     case 5: {
       char value[16];
-      done(ms_option(kOptions[in_.below(std::size(kOptions))], value, in_.below(17), error()));
+      const char* const name = kOptions[in_.below(std::size(kOptions))];
+      done(ms_option(name, value, in_.below(17), error()));
+      done(ms_check_option(name, in_.below(4) ? in_.text(8).c_str() : nullptr, error()));
       break;
     }
     case 6: {
