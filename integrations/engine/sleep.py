@@ -253,7 +253,7 @@ class EngineController:
             yield report
         finally:
             if report.changed:
-                self.wake_up(report.changed)
+                self.wake_up(report.changed, timeout=options.get("timeout", 60.0))
 
     @contextlib.contextmanager
     def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:

@@ -110,7 +110,7 @@ class _Backends:
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self._engines = engines
-        self._left: set[tuple[str, int]] = set()  # the groups and first ranks of engines that left
+        self._joined: dict[str, list[Backend]] = {}  # the engines in each group
 
     @property
     def tp_size(self) -> int:
@@ -145,14 +145,19 @@ class _Backends:
         )
 
     def join_group(self, group: JoinRequest, timeout: float) -> None:
+        members = self._joined[group.name] = []
+
         def join(backend: Backend, first: int) -> None:
+            members.append(backend)
             backend.join_group(replace(group, rank_offset=group.rank_offset + first), timeout)
 
         self._each(join, timeout)
 
     def leave_group(self, name: str, timeout: float) -> None:
+        members = self._joined.pop(name, [])
+
         def leave(backend: Backend, first: int) -> None:
-            if (name, first) not in self._left:
+            if backend in members:  # not if it failed, or was restarted
                 backend.leave_group(name, timeout)
 
         self._each(leave, timeout)
@@ -170,13 +175,13 @@ class _Backends:
         The list is empty if an engine cannot verify weights and no other engine failed.
         """
 
-        def receive(backend: Backend, first: int) -> list[RankCheck]:
+        def receive(backend: Backend, _: int) -> list[RankCheck]:
             try:
                 return backend.load_weights(load)
             except BaseException:
                 # Other engines may be waiting for this engine's ranks, which forward the tensors
                 # that they receive.
-                self._withdraw(backend, first, load)
+                self._withdraw(backend, load)
                 raise
 
         each = self._each(receive, load.timeout)
@@ -196,11 +201,12 @@ class _Backends:
             first += engine.tp_size
         return [] if not all(each) and is_good(checks) else checks
 
-    def _withdraw(self, backend: Backend, first: int, load: WeightLoad) -> None:
+    def _withdraw(self, backend: Backend, load: WeightLoad) -> None:
         """Remove an engine that failed from the group of a broadcast."""
         if isinstance(load.tensors, Broadcast):
             name = load.tensors.group_name
-            self._left.add((name, first))
+            with contextlib.suppress(KeyError, ValueError):
+                self._joined[name].remove(backend)
             with contextlib.suppress(MemsaverError):
                 backend.leave_group(name, END_SECONDS)
 

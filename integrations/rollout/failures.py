@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +14,26 @@ from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 from ..engine.messages import Failure, kind_of
 from .pickles import PICKLES, pack, unpack
 
-__all__ = ["SerializedError", "error_of", "is_shortage", "noting"]
+__all__ = ["SerializedError", "clear_frames", "error_of", "is_shortage", "noting"]
 
 
 def is_shortage(error: BaseException) -> bool:
     """Return whether an error of memsaver or of torch reports a shortage of device memory."""
     return kind_of(Failure.of(error)) is OutOfDeviceMemoryError
+
+
+def clear_frames(error: BaseException) -> None:
+    """Delete the local variables of the calls in which an error and its causes were raised.
+
+    These variables may keep a bucket of weights alive. If one of them is the error itself, only a
+    garbage collection would free the bucket. Calls in progress are unchanged.
+    """
+    seen: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in seen:
+        traceback.clear_frames(one.__traceback__)
+        seen.append(one)
+        one = one.__cause__
 
 
 @contextlib.contextmanager

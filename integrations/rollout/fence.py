@@ -28,6 +28,8 @@ class Fence:
         refused: an earlier failure of this rank that all ranks must raise, or None.
         lane: see `Together`.
         call: see `Together`.
+        names_engines: whether errors name the engines that failed. False if the layout's engines
+            are only ranks, which errors name in any case.
 
     Raises:
         GroupError: not all ranks reached the barrier in time.
@@ -44,8 +46,9 @@ class Fence:
         *,
         lane: str = LANE,
         call: Sequence[Connection] = (),
+        names_engines: bool = True,
     ) -> None:
-        self._layout, self._timeout = layout, timeout
+        self._layout, self._timeout, self._names_engines = layout, timeout, names_engines
         self._along: list[Together] = []
         for group in layout.dp_groups:
             try:
@@ -94,7 +97,7 @@ class Fence:
             error: `error` itself, if there is only one engine; an interrupt is raised only on the
                 interrupted rank.
             MemsaverError: the error of the engines' ranks; see `Together`. The message also names
-                the engines that failed.
+                the engines that failed (`names_engines`).
             GroupError: not all ranks made the call.
         """
         if self._layout.dp_size == 1:
@@ -110,8 +113,9 @@ class Fence:
             raise error
         if each:
             size = self._layout.tp_size * self._layout.dp_size
-            engines = ", ".join(str(engine) for engine, row in sorted(rows) if row)
-            what = f"{what} (engine {engines})"
+            if self._names_engines:
+                engines = ", ".join(str(engine) for engine, row in sorted(rows) if row)
+                what = f"{what} (engine {engines})"
             raise error_of(what, list(each.values()), size) from error
 
 

@@ -33,8 +33,8 @@ def connector_of(engine: Any, kind: str | None = None) -> Connector:
     """Return the module that calls an engine.
 
     Args:
-        engine: an engine object in this process, whose class determines the kind, or any other
-            value.
+        engine: an engine object in this process, whose class or base class determines the kind, or
+            any other value.
         kind: the kind passed by the caller; None selects the kind of the engine's class, or
             "sglang" if the class is unknown.
 
@@ -42,8 +42,8 @@ def connector_of(engine: Any, kind: str | None = None) -> Connector:
         ConfigError: the kind is unknown.
     """
     if kind is None:
-        package = type(engine).__module__.partition(".")[0]
-        kind = package if package in _KINDS else _KINDS[0]
+        packages = (cls.__module__.partition(".")[0] for cls in type(engine).__mro__)
+        kind = next((package for package in packages if package in _KINDS), _KINDS[0])
     return cast("Connector", _module(kind, "backend"))
 
 

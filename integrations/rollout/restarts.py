@@ -13,6 +13,7 @@ from memsaver.errors import ConfigError
 from ..engine.errors import EngineDiedError, EngineError
 from ..engine.fields import is_whole
 from .errors import RestartLimitError
+from .failures import clear_frames
 from .fence import Fence
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Restarter:
                 self._send()
         except EngineDiedError as died:
             why = str(died)
+            clear_frames(died)
         if why:
             self.restart(why)
         results: list[Result] = []
@@ -108,7 +110,8 @@ class Restarter:
             try:
                 self._fence.wait(what, failure, limit)
             except EngineDiedError as died:
-                why = str(died)  # the error's frames may keep a bucket of weights alive
+                why = str(died)
+                clear_frames(died)
             else:
                 return results[0]
             failure = None
@@ -138,6 +141,7 @@ class Restarter:
                 self._send()
             except EngineDiedError as error:
                 why = str(error)
+                clear_frames(error)
                 continue
             return
 

@@ -15,6 +15,7 @@ from memsaver._runtime.timeouts import check_timeout
 from memsaver.distributed.words import listed
 from memsaver.errors import InvalidStateError, MemsaverError
 
+from ..engine.errors import EngineDiedError
 from .fence import Fence
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
@@ -205,7 +206,7 @@ class ColocatedSession(StageOrder):
             given = self._together.gather("the beginning of a session", begin, timeout)
             check_agreed(everyone, given)
             layout = layout_beside(everyone)
-            self._fence = Fence(layout, timeout)
+            self._fence = Fence(layout, timeout, names_engines=False)
             undo.pop_all()
         self._overlap = Overlap(self._trainer, bool(overlap) and self._sleeps)
         self.engine = engine
@@ -291,10 +292,15 @@ class ColocatedSession(StageOrder):
     def training(self) -> Iterator[None]:
         """Let the trainer use the GPU with its weights and states during the block.
 
-        Raises: see `rollout`.
+        Raises: see `rollout`. An engine that died is not an error here; the next rollout raises
+        `EngineDiedError`.
         """
         with self._exclusive("training"):
-            self._sleep(keep_weights=not self._rewrites)
+            try:
+                self._sleep(keep_weights=not self._rewrites)
+            except EngineDiedError:
+                if not self._all_know_failure:
+                    raise
             returning: tuple[str, ...] = ()
             if self._sleeps:
                 returning = self._common("the resume's overlap", self._overlap.returning)
@@ -317,8 +323,8 @@ class ColocatedSession(StageOrder):
 
         Raises:
             InvalidStateError: a block of the session is open, or some of the trainer's memory is
-                paused. To resume the memory, run `with session.training(): pass`. Nothing is
-                closed.
+                paused. To resume the memory, run `with session.training(): pass`, or
+                `memsaver.resume(*session.trainer_tags)` if the engine is closed. Nothing is closed.
         """
         if self._phase is not Phase.IDLE:
             raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")

@@ -76,5 +76,5 @@ def layout_beside(everyone: Any) -> Layout:
     if everyone is None:
         return ALONE
     dist: Any = sys.modules["torch.distributed"]
-    rank, size = dist.get_rank(), dist.get_world_size(everyone)
-    return Layout(rank=rank, tp_ranks=(rank,), dp_groups=(everyone,), dp_size=size)
+    rank, place, size = dist.get_rank(), dist.get_rank(everyone), dist.get_world_size(everyone)
+    return Layout(rank, tp_ranks=(rank,), dp_groups=(everyone,), dp_rank=place, dp_size=size)

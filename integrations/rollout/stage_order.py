@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.held import release_cache
 from ..trainer.arrivals import limited_waits
-from .failures import is_shortage, noting
+from .failures import clear_frames, is_shortage, noting
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
 from .session_arguments import options_of
@@ -71,7 +71,7 @@ class StageOrder(StageRuns):
                 with noting(error, "the pause of the optimizer's memory"):
                     self._end_pause()
                 raise
-            # The traceback, which keeps tensors alive, is released at the end of this block.
+            clear_frames(error)
         self._end_pause()
         if is_short:
             self._overlap.measure(self._update_engine)

@@ -1,5 +1,7 @@
 """A trainer's weights in regions, for tests of engines that map these weights."""
 
+from wrapped_tensors import Wrapped
+
 import memsaver
 from memsaver import simulator
 
@@ -16,6 +18,11 @@ def in_region(name, weights, **options):
 
 def shareable(name, weights):
     return in_region(name, weights, shareable=True)
+
+
+def in_region_wrapped(name, weights):
+    """Return wrappers around tensors in a region."""
+    return {key: Wrapped(tensor) for key, tensor in in_region(name, weights).items()}
 
 
 def cycle(name):

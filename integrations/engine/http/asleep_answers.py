@@ -68,7 +68,7 @@ class AsleepAnswers:
             `Admission` or does not exist yet.
         is_shared: a function that returns whether other processes of the server also release and
             resume memory.
-        health: the paths of health requests.
+        health: the paths of health requests, without the server's `root_path`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class AsleepAnswers:
         admission = self._admission() if scope["type"] == "http" else None
         if admission is None:
             return await self._app(scope, receive, send)
-        when = admission.policy.when_asleep if scope["path"] in self._health else None
+        when = admission.policy.when_asleep if _route_path(scope) in self._health else None
         if when is not None and await self._is_asleep(admission):
             return await _answer(send, *_health(when, admission.released))
         refusal = Refusal()
@@ -152,6 +152,13 @@ class _Response:
         start, self._start = self._start, None
         if start is not None:
             await self._send(start)
+
+
+def _route_path(scope: Scope) -> str:
+    """Return the request's path without the server's `root_path`, as Starlette's routes do."""
+    path: str = scope["path"]
+    rest = path.removeprefix(scope.get("root_path", ""))
+    return path if rest and not rest.startswith("/") else rest
 
 
 def _health(when: WhenAsleep, tags: Collection[str]) -> tuple[HTTPStatus, dict[str, Any]]:

@@ -90,7 +90,7 @@ class WeightGroup:
         self._sender: Sender | None = None  # set only on the rank that broadcasts
         self._failure_notice: FailureNotice | None = None  # set on the other leaders only
         self._broken = ""
-        self._has_engine = False  # on a leader: its engine has begun to join, and must leave
+        self._member: object = None  # on a leader: the backend that has begun to join
         # Random, because an engine remembers the groups of trainers that were killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
         self.joined = False
@@ -190,6 +190,8 @@ class WeightGroup:
     def leave(self) -> None:
         """Remove this process and the engine from the group. Idempotent.
 
+        An engine that was restarted after it joined is no longer in the group, and is not called.
+
         The method closes this side's store, sockets, descriptors and threads; if a broadcast hangs,
         they are closed when it ends. NCCL keeps one closed socket for each communicator, and the
         resources that NCCL opens once per process, such as the listener of its RAS service.
@@ -269,9 +271,7 @@ class WeightGroup:
 
     def _enter(self, request: JoinRequest) -> None:
         """Make the engine join the group, while the sender creates the group on this side."""
-        backend = self._engine.backend
-        assert backend is not None
-        self._has_engine = True
+        self._member = backend = self._engine._engine  # raises if the engine died
         sender = self._sender
         if sender is None:
             backend.join_group(request, self._timeout)
@@ -314,10 +314,9 @@ class WeightGroup:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Remove this leader's engine from the group after a failure, if it has begun to join."""
-        if self._has_engine:
-            with contextlib.suppress(MemsaverError):
-                self._leave(END_SECONDS)
+        """Try to remove this leader's engine from the group after a failure."""
+        with contextlib.suppress(MemsaverError):
+            self._leave(END_SECONDS)
 
     def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
         """End the engines' wait for a broadcast that will not complete.
@@ -348,10 +347,10 @@ class WeightGroup:
             self._sender.abort()
 
     def _leave(self, timeout: float) -> None:
+        """Remove this leader's engine from the group, unless it has not joined or was replaced."""
+        member, self._member = self._member, None
         backend = self._engine.backend
-        assert backend is not None
-        if self._has_engine:
-            self._has_engine = False
+        if backend is not None and backend is member:
             backend.leave_group(self.name, timeout)
 
 

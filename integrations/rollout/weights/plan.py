@@ -50,13 +50,13 @@ class Plan:
     @property
     def tags(self) -> list[str]:
         """The tags that contain memory of this rank's tensors."""
-        tags = (source.tag for source in self.sources.values())
-        return list(dict.fromkeys(tag for tag in tags if tag is not None))
+        return list(dict.fromkeys(tag for one in self.sources.values() for tag in one.tags))
 
     @property
     def has_parts(self) -> bool:
-        """Whether any tensor is a part."""
-        return any(source.part is not None for source in self.sources.values())
+        """Whether a bucket contains a part."""
+        names = (name for bucket in self.buckets for name in bucket.names)
+        return any(self.sources[name].part is not None for name in names)
 
 
 def agree(

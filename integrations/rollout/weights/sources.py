@@ -13,6 +13,7 @@ from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
 from ...engine.fields import is_encodable
+from ...trainer.holdings import parts_of
 from .parts import Box, Part
 
 __all__ = ["Rename", "Source", "Spec", "sources_of", "state_of"]
@@ -65,10 +66,10 @@ class Source:
         return _local(self._tensor)
 
     @property
-    def tag(self) -> str | None:
-        """The tag of this rank's part of the tensor; None if the part is in no region."""
-        local = self.local
-        return _tag_of(local.data_ptr()) if local.numel() else None
+    def tags(self) -> list[str]:
+        """The tags with memory of this rank's part of the tensor; several only for a wrapper."""
+        found = (_tag_of(one.data_ptr()) for one in _dense(self.local) if one.numel())
+        return list(dict.fromkeys(tag for tag in found if tag is not None))
 
     @property
     def whole(self) -> Any | None:
@@ -118,12 +119,12 @@ class Source:
 
     def check(self) -> None:
         """Raise `InvalidStateError` if the tensor's memory is paused and cannot be read."""
-        tag = self.tag
-        if tag is not None and memsaver.state(tag) == "paused":
-            raise InvalidStateError(
-                f"{self.spec.name} cannot be sent while tag {tag!r} is paused: resume it first",
-                tag=tag,
-            )
+        for tag in self.tags:
+            if memsaver.state(tag) == "paused":
+                raise InvalidStateError(
+                    f"{self.spec.name} cannot be sent while tag {tag!r} is paused: resume it first",
+                    tag=tag,
+                )
 
 
 def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
@@ -231,16 +232,32 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if _is_distributed(tensor) else tensor
 
 
+def _dense(local: Any) -> list[Any]:
+    """Return the dense tensors inside a wrapper, or the tensor itself if it is not a wrapper.
+
+    A wrapper has no memory of its own: its `data_ptr()` is 0.
+    """
+    return [part.tensor for part in parts_of(local, "")]
+
+
 def _memory_of(tensor: Any) -> Any:
     """Return a key that is equal for tensors with the same elements in the same memory.
 
-    The key is None if this rank has no element of the tensor. The key includes the conjugate and
-    negative bits, because these can be the only difference between a view and its base.
+    The key is None if this rank has no element of the tensor. The key equals no other key if the
+    memory is unknown. The key includes the conjugate and negative bits, because these can be the
+    only difference between a view and its base.
     """
     local = _local(tensor)
     if local.numel() == 0:
         return None
-    where = (local.device, local.data_ptr(), local.stride(), local.is_conj(), local.is_neg())
+    dense = [one for one in _dense(local) if one.numel()]
+    if not dense or not all(one.data_ptr() for one in dense):
+        return object()
+    wrapper = () if dense[0] is local else (type(local), local.stride())
+    where = (
+        wrapper,
+        *((one.device, one.data_ptr(), one.stride(), one.is_conj(), one.is_neg()) for one in dense),
+    )
     parts = (tensor.device_mesh, tuple(tensor.placements)) if _is_distributed(tensor) else ()
     return where, tuple(tensor.shape), tensor.dtype, parts
 

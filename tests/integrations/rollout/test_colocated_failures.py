@@ -8,6 +8,7 @@ from looks import held
 from trainers import Trainer, bytes_of
 
 import memsaver
+from memsaver.integrations.engine.errors import EngineDiedError
 from memsaver.integrations.rollout import Phase, Stage
 from memsaver.integrations.trainer import offload
 
@@ -57,6 +58,18 @@ def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
         assert engine.heard.count("update_weights") == updates + 1
         assert engine.weights == new
         assert float(engine.generate(X)[0]) != 1
+
+
+def test_the_trainer_returns_after_the_engine_died(scene):
+    with pytest.raises(EngineDiedError, match="died here"), scene.session.rollout():
+        scene.engine.fail["sleep"] = EngineDiedError("the engine is dead")
+        raise EngineDiedError("the engine died here")
+    with scene.session.training():
+        assert paused(scene) == set()
+        scene.train()
+    errors = [report.error for report in scene.session.stages if report.stage is Stage.SLEEP]
+    assert errors == ["EngineDiedError: the engine is dead"]
+    scene.session.close()
 
 
 def test_a_session_raises_if_its_state_waits_too_long_for_a_resume(sim, tag):

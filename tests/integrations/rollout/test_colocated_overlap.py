@@ -1,5 +1,7 @@
 """Tests a colocated session whose optimizer states move while other stages run."""
 
+import weakref
+
 import pytest
 from colocated_engine import stages_of
 from colocated_scene import Scene, X, paused
@@ -181,12 +183,15 @@ def test_gradients_that_were_paused_return_before_the_block(known):
 @pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "state"])
 def test_an_update_without_room_is_repeated_after_the_pause(known, call, short):
     known.engine.fail[call] = short("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    state = known.session._state
+    state, copies = known.session._state, []
 
     def weights():
-        if call in known.engine.fail:
+        assert [one() for one in copies] == [None] * len(copies)  # of the first attempt
+        mine = {name: tensor.clone() for name, tensor in state().items()}
+        copies.extend(map(weakref.ref, mine.values()))
+        if call == "state" and call in known.engine.fail:
             raise known.engine.fail.pop(call)
-        return state()
+        return mine
 
     known.session._state = weights
     with known.session.rollout() as engine:

@@ -163,6 +163,14 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_colocated):
         assert states("model") == ["mapped"]
         rollout(lambda engine: engine.generate(X))
         training()
+
+        # The death of one rank's engine: all ranks have the trainer resumed.
+        rollout()
+        if RANK == 1:
+            engine.fail["sleep"] = EngineDiedError("it died")
+        training()
+        assert "on rank 1 of 2" in next(r.error for r in session.stages[::-1] if r.error)
+        assert states("model", "optimizer") == ["mapped"] * 2
         assert trainer.contents() == before
 
         # An engine that takes all of its time, and fails then.
@@ -193,7 +201,8 @@ def test_an_exception_in_a_block_of_a_rank_is_raised_on_the_others(run_colocated
             else:
                 error = refused(RankError, lambda: call(fails))
                 assert list(error.failures) == [1]
-                assert "ZeroDivisionError: of rank 1" in str(error) and name in str(error)
+                assert "ZeroDivisionError: of rank 1" in str(error)
+                assert f"stage {name} failed on rank 1 of 2: " in str(error), error
             assert session.phase is Phase.IDLE
             rollout(lambda engine: engine.generate(X))
             training()

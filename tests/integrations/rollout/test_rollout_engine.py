@@ -252,6 +252,16 @@ def test_connecting_to_unreachable_or_mismatched_servers_fails(make_engine):
         RolloutEngine.connect(["http://a", "http://b"], timeout=2)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_subclass_of_an_engines_class_is_of_its_kind(depth):
+    """vLLM's own RLHF example defines a subclass of `LLM`."""
+    kind = type("LLM", (), {"__module__": "vllm.entrypoints.llm"})
+    for _ in range(depth):
+        kind = type("MyLLM", (kind,), {})
+    with pytest.raises(ConfigError, match=rf"must be a vllm\.LLM.*not {kind.__name__}"):
+        RolloutEngine.connect(kind())
+
+
 class Given:
     """A backend that returns the given samples."""
 

@@ -1,6 +1,7 @@
 """Tests restarts of an engine that died: the lost batch, the weights, and the restart limit."""
 
 import threading
+import weakref
 
 import pytest
 from launchable_engine import launchable
@@ -130,6 +131,31 @@ def test_a_new_engine_generates_nothing_before_it_has_weights(sglang, dies):
             kill(sglang)
         assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
         assert len(tries) == len(sglang.seen) == 2 + dies
+
+
+def test_a_failed_send_keeps_no_memory_alive_during_the_next_restart(sglang, monkeypatch):
+    buckets, start, alive = [], sglang.handle_signals, []
+
+    class Bucket:
+        pass
+
+    def send(engine):
+        bucket = Bucket()
+        buckets.append(weakref.ref(bucket))
+        if len(buckets) == 1:
+            kill(sglang)
+        engine.sleep()
+        engine.wake_up()
+
+    def started(manager):
+        alive.extend(one() for one in buckets)
+        start(manager)
+
+    monkeypatch.setattr(sglang, "handle_signals", started)
+    with launched(Restarts(most=2, send=send)) as engine:
+        kill(sglang)
+        assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
+    assert len(buckets) == 2 and alive == [None]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from process_sockets import eventually, listening, threads
 from weight_engine import Backend
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
-from memsaver.integrations.rollout import RolloutEngine, WeightGroup
+from memsaver.integrations.engine.errors import EngineDiedError, EngineError, EngineTimeoutError
+from memsaver.integrations.rollout import EngineSet, RolloutEngine, WeightGroup
 from memsaver.integrations.rollout.weights import disaggregated, sender
 
 
@@ -42,8 +42,9 @@ def backend():
 def group_of(backend):
     """Yield a function that creates a group; check at the end that no resources remain open."""
 
-    def make(**options):
-        return WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo", **options)
+    def make(engine=None, **options):
+        engine = engine or RolloutEngine(backend, timeout=20)
+        return WeightGroup(engine, backend="gloo", **options)
 
     warm = make()  # torch opens some resources only once
     with pytest.raises(EngineError, match="it is gone"):
@@ -131,6 +132,25 @@ def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group
     with pytest.raises(EngineError, match="no such host") as caught:
         group_of(timeout=20)
     assert listening() == [] and set(open_descriptors()) <= before, caught.value
+
+
+@pytest.mark.parametrize("kind", [lambda engine: engine, lambda engine: EngineSet([engine])])
+def test_only_the_engine_that_joined_leaves(backend, group_of, kind):
+    """After a restart, the new engine does not know the group."""
+    engine = RolloutEngine(backend, timeout=20)
+    for _ in range(2):
+        group = group_of(kind(engine))
+        engine.backend = Nobody()
+        group.leave()
+
+
+def test_a_dead_engine_neither_joins_nor_leaves(backend, group_of):
+    engine = RolloutEngine(backend, timeout=20)
+    group = group_of(engine)
+    engine.backend = None
+    group.leave()
+    with pytest.raises(EngineDiedError, match="not started again"):
+        group_of(engine)
 
 
 @pytest.mark.parametrize(

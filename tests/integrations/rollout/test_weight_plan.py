@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from wrapped_tensors import Opaque, Wrapped
 
 from memsaver.integrations.rollout.weights.agreement import common_tie
 from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of
@@ -28,10 +29,12 @@ def test_tied_weights_are_recognised_by_their_memory_and_layout():
     one, two = torch.ones(4, 2), torch.ones(3, dtype=torch.complex64)
     state = {"a": one, "b": one, "c": one.t(), "d": one[:2], "e": one.clone(), "f": torch.ones(0)}
     state.update({"g": two, "h": two.conj(), "i": torch._neg_view(one), "j": two.conj()})
+    state.update({"k": Wrapped(two), "l": Wrapped(torch.ones_like(two)), "m": Wrapped(two)})
+    state.update({"n": Opaque(one), "o": Opaque(one.clone())})  # at an unknown address
     specs = {source.spec.name: source.spec for source in sources_of(state)}
     told = {name: spec.same for name, spec in specs.items()}
     assert told.pop("f") is None  # this rank has none of its elements
-    assert {name: same for name, same in told.items() if same} == {"b": "a", "j": "h"}
+    assert {name: same for name, same in told.items() if same} == {"b": "a", "j": "h", "m": "k"}
     assert (specs["c"].shape, specs["c"].dtype, specs["c"].nbytes) == ((2, 4), "float32", 32)
 
 

@@ -5,6 +5,8 @@ import pytest
 
 def test_shards_of_many_kinds_on_two_ranks(run_ranks):
     run_ranks(2)("""
+import itertools
+from wrapped_tensors import Wrapped
 weights = checkpoint(2)
 mesh = init_device_mesh("cpu", (2,))
 engine, backend = engine_of(2)
@@ -20,9 +22,15 @@ kinds = [
     lambda name, tensor: [Shard(tensor.dim() - 1)],
     lambda name, tensor: [Replicate()],
 ]
-for seed, kind in enumerate(kinds, 3):
+def float8(shards):  # as in torchao's float8 training under FSDP2
+    made = {n: t if t.dim() < 2 else DTensor.from_local(
+        Wrapped(t.to_local()), mesh, t.placements, shape=t.shape, stride=t.stride()
+    ) for n, t in shards.items()}
+    made["lm_head.weight"] = made["embed.weight"]
+    return made
+for seed, (kind, wrap) in enumerate(itertools.product(kinds, (dict, float8)), 3):
     weights = checkpoint(seed)
-    shards = sharded(weights, mesh, kind)
+    shards = wrap(sharded(weights, mesh, kind))
     report = update(engine, shards, verify="full", bucket_bytes=700)
     assert holds(backend, weights), seed
     assert report.held == 13 and report.tied == ("lm_head.weight",), report

@@ -66,13 +66,13 @@ class Server:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def get(self, path):
+    async def get(self, path, root_path=""):
         messages = []
 
         async def send(message):
             messages.append(message)
 
-        await self.app({"type": "http", "path": path}, None, send)
+        await self.app({"type": "http", "path": path, "root_path": root_path}, None, send)
         starts = [m for m in messages if m["type"] == "http.response.start"]
         assert len(starts) == 1 and messages[0] is starts[0]
         return starts[0]["status"], b"".join(m.get("body", b"") for m in messages[1:])
@@ -191,18 +191,29 @@ async def test_other_requests_and_errors_pass_while_asleep():
 
 
 @pytest.mark.parametrize("when, status", [("refuse", 503), ("wait", 200), ("wake", 200)])
-@pytest.mark.parametrize("path", ["/health", "/health_generate"])
-async def test_health_reports_a_sleeping_engine_without_generating(policy, when, status, path):
+@pytest.mark.parametrize(
+    "path, root",
+    [
+        ("/health", ""),
+        ("/health_generate", ""),
+        ("/v/health", "/v"),
+        ("/health", "/v"),
+        ("/health", "/he"),
+    ],
+)
+async def test_health_reports_a_sleeping_engine_without_generating(
+    policy, when, status, path, root
+):
     policy(when)
     server = Server(Manager())
-    assert await server.get(path) == (200, b"fine")
+    assert await server.get(path, root) == (200, b"fine")
     server.manager.sent.clear()
     await change(server.manager, "release")
-    found, body = await server.get(path)
+    found, body = await server.get(path, root)
     assert found == status and json.loads(body) == {"status": "asleep", "tags": list(BOTH)}
     assert server.manager.tags == set(BOTH) and server.manager.sent == []
     await change(server.manager, "resume")
-    assert await server.get(path) == (200, b"fine")
+    assert await server.get(path, root) == (200, b"fine")
 
 
 async def test_health_queries_the_schedulers_if_other_processes_release_memory():

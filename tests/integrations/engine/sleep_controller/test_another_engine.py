@@ -89,6 +89,18 @@ def test_an_engine_that_stays_busy_is_busy_at_the_deadline(guarded, query_second
     assert time.monotonic() - started < 1 and controller.status is Status.AWAKE
 
 
+def test_the_timeout_of_asleep_also_limits_the_wake_up(monkeypatch):
+    engine, limits = AnotherEngine(), []
+    resume = engine.resume
+    monkeypatch.setattr(
+        engine, "resume", lambda tags, timeout: limits.append(timeout) or resume(tags, timeout)
+    )
+    for timeout in (600, 5):
+        with EngineController(engine).asleep(timeout=timeout):
+            pass
+    assert limits == pytest.approx([600, 5], abs=2)
+
+
 def test_rollouts_and_lightrft_import_no_engine_and_a_local_engine_no_httpx(run_python):
     run_python(
         """
