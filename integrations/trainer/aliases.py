@@ -14,6 +14,7 @@ import sys
 from collections import Counter, defaultdict
 from typing import Any
 
+from .holdings import gradient_of_leaf
 from .references import TEMPORARY, buffers_in_use, instances_of, references_to
 
 __all__ = ["Aliases"]
@@ -98,8 +99,9 @@ class Aliases:
             self._users[storage._cdata].append(tensor)
         elif storage.device.type == "cpu" and storage.nbytes():
             self._elsewhere.append(range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        if tensor.is_leaf and tensor.grad is not None:
-            self._gradients.add(id(tensor.grad))
+        gradient = gradient_of_leaf(tensor)
+        if gradient is not None:
+            self._gradients.add(id(gradient))
 
     def _is_exported(self, users: list[Any], at: int, is_shown: bool) -> bool:
         """Return whether a reference to a tensor belongs neither to Python nor to autograd.

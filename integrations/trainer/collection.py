@@ -43,7 +43,7 @@ from .module_waits import ModuleWaits
 from .places import Places, tag_of
 from .simulated_storages import SimulatedStorages
 
-__all__ = ["Collection"]
+__all__ = ["Collection", "watched"]
 
 _STEP = "the optimizer's step"
 # Packages whose frames lie between the program's step and a hook that runs after it.
@@ -52,13 +52,14 @@ _BETWEEN = {"memsaver", "torch", "contextlib"}
 _watching: dict[int, weakref.ref[Collection]] = {}
 
 
-def _watched() -> list[Collection]:
+def watched() -> list[Collection]:
+    """Return the collections between `watch` and `unwatch`."""
     found = [reference() for reference in list(_watching.values())]
     return [collection for collection in found if collection is not None]
 
 
 def _before_any_step(optimizer: Any) -> None:
-    for collection in _watched():
+    for collection in watched():
         collection._before_any_step(optimizer)
 
 
@@ -138,7 +139,7 @@ class Collection:
         import torch
 
         mine = {id(t): t for t in self.targets if isinstance(t, torch.optim.Optimizer)}
-        for other in _watched():
+        for other in watched():
             for target in other.targets:
                 if id(target) in mine and other.tag != self.tag:
                     raise ConfigError(

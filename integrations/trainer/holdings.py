@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from memsaver._runtime.interrupts import signals_deferred
+
 from .nested import leaves
 from .references import instances_of
 
 __all__ = [
     "Holding",
+    "gradient_of_leaf",
     "gradients_of",
     "holdings_of",
     "is_fsdp2",
@@ -96,16 +99,17 @@ def storages_of_live_parameters() -> set[int]:
 
     `storages_of` uses the same ids. The function takes about 0.1 s in a process with a million
     objects. The result excludes parameters hidden by `gc.freeze()` and parameters whose storages
-    cannot be queried.
+    cannot be queried, for example because the `__tensor_flatten__` of their class raises an error.
     """
     import torch
 
     found: set[int] = set()
-    for tensor in instances_of(torch.Tensor):
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            if isinstance(tensor, torch.nn.Parameter):
-                parts = parts_of(tensor, "a parameter")
-                found.update(part.tensor.untyped_storage()._cdata for part in parts)
+    with signals_deferred():  # their handlers' exceptions must not be suppressed
+        for tensor in instances_of(torch.Tensor):
+            with contextlib.suppress(Exception):
+                if isinstance(tensor, torch.nn.Parameter):
+                    parts = parts_of(tensor, "a parameter")
+                    found.update(part.tensor.untyped_storage()._cdata for part in parts)
     return found
 
 
@@ -114,6 +118,11 @@ def gradients_of(target: Any) -> Iterator[Holding]:
     for parameter in parameters_of(target):
         if parameter.grad is not None:
             yield from parts_of(parameter.grad, "a gradient")
+
+
+def gradient_of_leaf(tensor: Any) -> Any:
+    """Return a leaf tensor's gradient; None for other tensors and without a gradient."""
+    return tensor.grad if _is_leaf(tensor) else None
 
 
 def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
@@ -151,8 +160,15 @@ def parameters_of(target: Any) -> Iterator[Any]:
             yield from group["params"]
     elif isinstance(target, torch.nn.Module):
         yield from target.parameters()
-    elif target.is_leaf:
+    elif _is_leaf(target):
         yield target
+
+
+def _is_leaf(tensor: Any) -> bool:
+    try:
+        return bool(tensor.is_leaf)
+    except RuntimeError:  # a view whose graph became invalid when its base was modified in place
+        return False
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Any, str]]:

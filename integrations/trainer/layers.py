@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from .holdings import Holding, is_fsdp2, parts_of
+from .holdings import Holding, gradient_of_leaf, is_fsdp2, parts_of
 
 __all__ = ["has_separate_layers", "read_by_forward"]
 
@@ -44,8 +44,9 @@ def read_by_forward(module: Any) -> Iterator[Holding]:
     )
     for tensor in _all(module) if reads_all else _own(module):
         yield from parts_of(tensor, "a tensor of the module")
-        if tensor.is_leaf and tensor.grad is not None:
-            yield from parts_of(tensor.grad, "a gradient")
+        gradient = gradient_of_leaf(tensor)
+        if gradient is not None:
+            yield from parts_of(gradient, "a gradient")
 
 
 def _all(module: Any) -> Iterator[Any]:

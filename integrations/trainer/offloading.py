@@ -16,13 +16,13 @@ from memsaver._transitions.reports import Report
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
 from .arrivals import begin_arrival
-from .collection import Collection
+from .collection import Collection, watched
 from .targets import targets_in
 
 __all__ = ["Offloaded", "close_all", "has_no_backup", "offload"]
 
-# Collections of calls that partly failed. Their hooks stay until the calls are repeated.
-_unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
+# The handles that are not closed and to which the program still refers, by id.
+_open: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
 
 
 class Offloaded:
@@ -42,6 +42,7 @@ class Offloaded:
         self.tag = collection.tag
         self._collection = collection
         self._is_closed = False
+        _open[id(self)] = self
 
     def __repr__(self) -> str:
         now = "closed" if self._is_closed else str(self.state)
@@ -164,6 +165,10 @@ class Offloaded:
     def close(self) -> None:
         """Remove all hooks. Closing twice is allowed.
 
+        Handles of calls with the same targets and the same tag share their hooks, which are removed
+        when the last of these handles is closed. Handles that the program has dropped do not count.
+        Hooks of dropped handles with some of the targets are also removed.
+
         The tensors stay in the tag at the same addresses, and the tag can still be paused by its
         name. After this call, new memory is no longer moved into the tag.
 
@@ -209,7 +214,39 @@ def close_all(handles: Sequence[Offloaded]) -> None:
                 )
         for handle in waiting:
             handle._is_closed = True
-            handle._collection.unwatch()
+            _open.pop(id(handle), None)
+            if not _handles_of(handle._collection):
+                for other in _covered_by(handle._collection):
+                    if not _handles_of(other):
+                        other.unwatch()
+                handle._collection.unwatch()
+
+
+def _handles_of(collection: Collection) -> list[Offloaded]:
+    """Return a collection's open handles to which the program still refers."""
+    handles = [reference() for reference in _open.valuerefs()]
+    return [one for one in handles if one is not None and one._collection is collection]
+
+
+def _covered_by(collection: Collection) -> list[Collection]:
+    """Return the other watched collections of the same tag, without additional targets."""
+    targets = set(map(id, collection.targets))
+    others = [one for one in watched() if one is not collection and one.tag == collection.tag]
+    return [other for other in others if targets.issuperset(map(id, other.targets))]
+
+
+def _replace_others(collection: Collection) -> None:
+    """Stop watching the collections that a new collection covers, except with fewer targets and an
+    open handle.
+
+    Open handles of a collection with the same targets refer to the new collection afterwards.
+    """
+    for other in _covered_by(collection):
+        handles = _handles_of(other)
+        if not handles or len(other.targets) == len(collection.targets):
+            for handle in handles:
+                handle._collection = collection
+            other.unwatch()
 
 
 def offload(
@@ -231,7 +268,8 @@ def offload(
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
             master weights that another object owns), or lists or dicts of these objects. Optimizers
             in the attributes of an optimizer or a wrapper, or in containers in these attributes,
-            are also targets. FSDP2 modules are resharded.
+            are also targets. Wrappers can be nested in the attributes `optimizer`, `optim` and
+            `chained_optimizers`. FSDP2 modules are resharded.
         tag: the tag; None means "optimizer" if the first target is an optimizer, otherwise "model".
             A tag can have several handles, as well as regions.
         backup: see `memsaver.region`. With "none", a pause discards the contents. None means the
@@ -274,7 +312,11 @@ def offload(
     Before you capture CUDA graphs that use the memory, call this function and run a first step. If
     gradients exist across the capture and `gradients` is True, also run a first pause with
     gradients. No other thread may use the memory during the call. An interrupt is raised only after
-    all memory is moved. Repeating the call returns the handle.
+    all memory is moved.
+
+    The call can be repeated with the same tag. If it has the same targets, it replaces the earlier
+    call: its options apply to all handles, and the hooks exist once. If it has additional targets,
+    it replaces the earlier call if the program has dropped the earlier handle.
 
     Raises:
         ConfigError: a target has an unsupported type or accepts no hooks, the backup is unknown, or
@@ -309,26 +351,22 @@ def offload(
     region = memsaver.region(tag, backup=backup, device=collection.devices() or None)
     collection.check()
     before = collection.bytes()[0]
-    try:
-        with signals_deferred():
+    with signals_deferred():
+        try:
             collection.watch()
             # Creates the tag with its backup, even if the first step has not created states yet.
             expect_empty(tag)
             with region:
                 pass
             collection.gather(gradients=False)
-            for other in list(_unfinished):
-                if other.tag == tag and set(map(id, other.targets)) <= set(map(id, found)):
-                    other.unwatch()
-                    _unfinished.discard(other)
-        return Offloaded(collection)
-    except BaseException:
-        with signals_deferred():
+        except BaseException:
+            # Otherwise, the hooks stay until the call is repeated, because the tag could be paused
+            # while the targets use it.
             if collection.bytes()[0] == before:
                 collection.unwatch()
-            else:  # the tag could be paused while the targets use it
-                _unfinished.add(collection)
-        raise
+            raise
+        _replace_others(collection)
+    return Offloaded(collection)
 
 
 def has_no_backup(tag: str) -> bool:

@@ -52,26 +52,36 @@ def _optimizers_in(target: Any) -> list[Any]:
     """Return all optimizers in an object, including an optimizer itself, outermost first.
 
     Some wrappers derive from torch's class without initializing it and only forward calls to
-    another optimizer. The result omits such wrappers.
+    another optimizer. The result omits such wrappers. Objects of other classes are searched only if
+    they are in one of the attributes `_WRAPPED` of a wrapper, up to `_MAX_NESTING` wrappers deep.
     """
     import torch
 
     found: list[Any] = []
     seen: set[int] = set()
-    waiting = [target]
+    waiting = [(target, 0)]
     while waiting:
-        one = waiting.pop(0)
+        one, depth = waiting.pop(0)
         if id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, torch.optim.Optimizer) and "state" in vars(one):
             found.append(one)
-        values = [getattr(one, name, None) for name in ("optimizer", "optim")]
+        wrapped = [value for value, _ in leaves([getattr(one, name, None) for name in _WRAPPED])]
         own = getattr(one, "__dict__", {})
-        values += [value for name, value in own.items() if name not in _WITHOUT_OPTIMIZERS]
-        inside = (value for value, _ in leaves(values))
-        waiting += [value for value in inside if isinstance(value, torch.optim.Optimizer)]
+        values = [value for name, value in own.items() if name not in _WITHOUT_OPTIMIZERS]
+        inside = [*wrapped, *(value for value, _ in leaves(values))]
+        waiting += [(value, 0) for value in inside if isinstance(value, torch.optim.Optimizer)]
+        if depth < _MAX_NESTING:
+            wholes = torch.optim.Optimizer | torch.nn.Module | torch.Tensor
+            waiting += [(value, depth + 1) for value in wrapped if not isinstance(value, wholes)]
     return found
+
+
+# The attributes in which wrappers keep the wrapped optimizers, which can be wrappers themselves:
+# torch's and DeepSpeed's, other libraries', and Megatron-LM's.
+_WRAPPED = ("optimizer", "optim", "chained_optimizers")
+_MAX_NESTING = 4  # an object that creates its attributes when they are read would have no end
 
 
 # Attributes of an optimizer that are large, full of tensors, and contain no optimizers.

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from memsaver.distributed import GroupError, RankError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
-from memsaver.integrations.engine.errors import EngineTimeoutError
+from memsaver.integrations.engine.errors import EngineDiedError, EngineTimeoutError
 from memsaver.integrations.trainer import offload
 from refusals import refused
 from colocated_engine import TagEngine, stages_of

@@ -1,7 +1,10 @@
 """One rank of FSDP2 trainers with tags, on gloo; `rank_processes` runs `main`."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
+from looks import held, released_soon
 from refusals import refused
 from simulated_driver import Simulator
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from trainers import Trainer, lies_in, plain_model, step_all
 
 import memsaver
-from memsaver.integrations.trainer import offload
+from memsaver.integrations.trainer import guards, offload
 
 sim = Simulator()
 
@@ -72,6 +75,23 @@ def train(optimizer, model, accumulate, tags):
     memsaver.resume(*tags)
 
 
+def wait_for_event(model, tag):
+    """Check that the host waits for a resume if FSDP2 waits only for an event of the program.
+
+    The streams of a GPU are imitated: the current stream waits for the copies, but the host does
+    not.
+    """
+    handle = offload(model, tag=tag)
+    handle.pause()
+    model.set_post_optim_event(torch.cpu.Event())
+    with mock.patch.object(guards, "order_after_arrival", return_value=True), held(sim):
+        arrival = handle.resume(wait=False)
+        with released_soon(sim):
+            model(torch.ones(1, 32))
+            assert arrival.done()
+    arrival.wait()
+
+
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -81,4 +101,5 @@ def main():
     ):
         tags = f"optimizer {number}", f"model {number}"
         train(optimizer, sharded(mesh, reshard), accumulate, tags)
+    wait_for_event(sharded(mesh, True)(), "with an event")
     dist.destroy_process_group()

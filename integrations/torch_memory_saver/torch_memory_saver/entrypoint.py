@@ -15,6 +15,7 @@ from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from torch_memory_saver.backups import Backups, CpuBackupBackend, backup_for
 from torch_memory_saver.binary_wrapper import BinaryWrapper, ThreadState
 from torch_memory_saver.environment import Environment, read_environment
+from torch_memory_saver.errors import program_tags
 from torch_memory_saver.hooks.base import HookMode
 
 __all__ = ["TorchMemorySaver"]
@@ -65,7 +66,8 @@ class TorchMemorySaver:
         backup = impl.backup_for(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         name = parts.name_of(tag, backup)
         devices = impl.devices() if self._hook_mode == "preload" else None
-        with memsaver.region(name, backup=backup, device=devices), impl.thread.scope():
+        region = memsaver.region(name, backup=backup, device=devices)
+        with program_tags(), region, impl.thread.scope():
             yield
 
     @contextlib.contextmanager
@@ -106,7 +108,7 @@ class TorchMemorySaver:
             stream=stream,
             capture_error_mode=capture_error_mode,
         )
-        with capture, impl.thread.scope():
+        with program_tags(), capture, impl.thread.scope():
             yield
 
     @contextlib.contextmanager
@@ -119,6 +121,7 @@ class TorchMemorySaver:
         with memsaver.disabled(), impl.thread.scope():
             yield
 
+    @program_tags()
     def pause(self, tag: str | None = None) -> None:
         """Release the device memory of a tag, or of all tags, and keep the addresses.
 
@@ -131,6 +134,7 @@ class TorchMemorySaver:
         elif names := parts.names_of(tag):
             memsaver.pause(*names)
 
+    @program_tags()
     def resume(self, tag: str | None = None) -> None:
         """Map memory at the addresses of a tag, or of all tags, and restore the saved contents.
 
@@ -209,6 +213,7 @@ class TorchMemorySaver:
     def retain_cpu_backup(self, value: bool) -> None:
         self._ensure_initialized().backups.retain = bool(value)
 
+    @program_tags()
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
         """Return the last pause's copy of a tensor as a CPU tensor; None if there is no copy.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["empty_cache", "get_and_print_gpu_memory", "get_device"]
+from torch_memory_saver.utils import is_xpu
+
+__all__ = ["empty_cache", "get_and_print_gpu_memory", "get_device", "is_xpu"]
 
 
 def get_device() -> str:

@@ -86,6 +86,7 @@ def test_importing_it_is_light(run_dropin):
         from torch_memory_saver import hooks, testing_utils, utils
         from torch_memory_saver.hooks import base, mode_preload
         assert mode_preload.configure_subprocess is torch_memory_saver.configure_subprocess
+        assert testing_utils.is_xpu() is False
         assert "torch" not in sys.modules
     """)
 
@@ -226,8 +227,11 @@ def test_a_pause_of_mixed_backups_is_all_or_nothing(run_dropin):
             plain = block(1)
         with saver.region("t", enable_cpu_backup=True):
             kept = block(2, 64 * MIB)
+            text = raises(memsaver.InvalidStateError, saver.pause, "t")
+            assert "tag 't' cannot be paused" in text, text
         simulator.control().sim_host_limit(0)
-        raises(memsaver.OutOfHostMemoryError, saver.pause, "t")
+        text = raises(memsaver.OutOfHostMemoryError, saver.pause, "t")
+        assert "'t'" in text and "\\x1f" not in text, text
         assert reads(plain, 1) and reads(kept, 2)
         simulator.control().sim_host_limit((1 << 64) - 1)
         saver.pause("t")
@@ -235,6 +239,7 @@ def test_a_pause_of_mixed_backups_is_all_or_nothing(run_dropin):
         free = memsaver.device_memory(0)[0]
         simulator.control().sim_occupy(0, free - needed // 2)
         error = raises(memsaver.OutOfDeviceMemoryError, saver.resume, "t")
+        assert "resuming 't' needs" in error, error
         assert memsaver.device_memory(0)[0] == needed // 2
         simulator.control().sim_occupy(0, 0)
         saver.resume("t")

@@ -225,6 +225,14 @@ def test_the_path_of_the_library(run_dropin, dropin_site):
         by_hand = os.path.dirname(os.path.dirname(torch_memory_saver.__file__))
         assert by_hand == str(path.parent)
         raises(ValueError, get_binary_path_from_package, "torch_memory_saver_hook_mode_torch")
+        from torch_memory_saver.hooks.base import HookUtilBase
+        from torch_memory_saver.hooks.mode_preload import HookUtilModePreload
+        hooks = HookUtilBase.create(hook_mode="preload")
+        assert type(hooks) is HookUtilModePreload and hooks.get_allocator() is None
+        name = "torch_memory_saver_hook_mode_preload.abi3.so"
+        assert hooks.get_path_binary() == os.path.join(by_hand, name)
+        raises(memsaver.ConfigError, HookUtilBase.create, hook_mode="torch")
+        raises(NotImplementedError, HookUtilBase().get_path_binary)
         with change_env("A", "1"), change_env("A", "2"):
             assert os.environ["A"] == "2"
         assert "A" not in os.environ and not is_xpu()

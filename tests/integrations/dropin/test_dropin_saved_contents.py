@@ -8,6 +8,7 @@ def test_get_cpu_backup_returns_saved_contents(run_dropin):
     run_dropin(
         """
         import torch
+        from refusals import refused
 
         def made(tag, **options):
             with saver.region(tag, **options):
@@ -27,7 +28,8 @@ def test_get_cpu_backup_returns_saved_contents(run_dropin):
         assert copy.data_ptr() != view.data_ptr()
         copy.zero_()
         view[0, 0] = 7
-        raises(memsaver.InvalidStateError, saver.get_cpu_backup, plain)
+        error = refused(memsaver.InvalidStateError, saver.get_cpu_backup, plain)
+        assert error.tag == "a" and "tag 'a'" in str(error) and error.args == (str(error),)
         raises(memsaver.InvalidStateError, saver.get_cpu_backup, disk)
         saver.resume()
         expected[0, 0] = 7

@@ -192,7 +192,7 @@ def test_a_pause_without_host_memory_leaves_all_mapped(sim, tag):
 
 @pytest.mark.long
 def test_interrupted_everywhere(run_python):
-    # Either nothing has changed, or the call is complete; repeating the call returns the handle.
+    # Either nothing has changed, or the call is complete; repeating the call returns a handle.
     run_python(
         """
     import gc

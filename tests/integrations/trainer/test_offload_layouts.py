@@ -97,6 +97,25 @@ def test_unregistered_views_move_too(sim, tag):
     assert bool((flat == 3).all())
 
 
+@pytest.mark.filterwarnings("error")
+def test_views_without_a_valid_graph_change_nothing(sim, tag):
+    """Torch raises an error if a program queries whether such a view is a leaf."""
+    trainer, expected = Trainer(), Trainer()
+    other = torch.ones(4, 2, requires_grad=True) * 1
+    views = [*other.unbind(), *other.chunk(2)]
+    other.mul_(2)
+    with torch.no_grad():
+        views += trainer.model[0].weight.unbind()
+    trainer.step()
+    expected.step()
+    for view in views:
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            _ = view.is_leaf
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    assert lies_in(views[-1], offloaded.tag)
+    assert_same_steps(trainer, expected, offloaded)
+
+
 def test_states_that_are_views_of_one_buffer(sim, tag):
     # Some optimizers store states in a flat buffer, with a view for each parameter.
     trainer, expected = Trainer("sgd_momentum"), Trainer("sgd_momentum")
@@ -145,6 +164,33 @@ def test_a_tensor_that_wraps_others(sim, tag):
     with offloaded.paused():
         assert not sim.accessible(codes.data_ptr())
     assert codes.tolist() == list(range(64))
+
+
+def test_a_broken_wrapper_elsewhere_in_the_process_changes_nothing(sim, tag):
+    class Broken(torch.Tensor):
+        @staticmethod
+        def __new__(cls, kind):
+            return torch.Tensor._make_wrapper_subclass(cls, (2,), dtype=torch.float32)
+
+        def __init__(self, kind):
+            self.kind = kind
+
+        def __tensor_flatten__(self):
+            raise self.kind("no memory")
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner, context, size, stride):
+            raise AssertionError("nothing is to be built")
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return cls(args[0].kind)  # detach
+
+    broken = [torch.nn.Parameter(Broken(kind)) for kind in (AttributeError, KeyError)]
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    assert_same_steps(trainer, expected, offloaded)
+    assert len(broken) == 2
 
 
 class Sparse(torch.nn.Module):

@@ -2,6 +2,7 @@
 optimizers.
 """
 
+import gc
 import io
 
 import pytest
@@ -110,6 +111,67 @@ def test_two_handles_on_one_tag(sim, tag):
     assert_same_steps(trainer, expected, offloaded)
 
 
+def hooks_of(trainer):
+    found = [
+        module.__dict__[hooks]
+        for module in trainer.model.modules()
+        for hooks in ("_forward_pre_hooks", "_load_state_dict_pre_hooks", "_state_dict_pre_hooks")
+    ]
+    return sum(map(len, [*found, trainer.optimizer._optimizer_step_pre_hooks]))
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_repeated_calls_replace_the_hooks_of_dropped_handles(sim, tag, fewer):
+    trainer, name = Trainer(), tag()
+    offload(trainer.model, trainer.optimizer, tag=name)
+    once = hooks_of(trainer)
+    for _ in range(3):
+        if fewer:
+            offload(trainer.model, tag=name)
+        offload(trainer.optimizer, trainer.model, tag=name)
+        assert hooks_of(trainer) == once
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters())  # for another training
+        gc.collect()  # deletes the earlier optimizer
+        offloaded = offload(trainer.optimizer, trainer.model, tag=name)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters())
+    gc.collect()
+    offloaded = offload(trainer.optimizer, trainer.model, tag=name)
+    offloaded.close()
+    assert hooks_of(trainer) == 0
+
+
+def test_handles_of_repeated_calls_stay_open_until_each_is_closed(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    name = tag()
+    first = offload(trainer.optimizer, tag=name)
+    second = offload(trainer.optimizer, tag=name, gradients=False)
+    step_all(trainer, expected)
+    with first.paused():
+        assert not any(lies_in(p.grad, name) for p in trainer.model.parameters())
+    third = offload([trainer.optimizer], tag=name, gradients=True)
+    second.close()
+    for handle in (first, third):
+        assert_same_steps(trainer, expected, handle, steps=2)
+        assert lies_in(trainer.model[0].weight.grad, name)
+        with handle.paused(), pytest.raises(memsaver.InvalidStateError):
+            trainer.optimizer.step()
+        handle.close()
+    assert (second.is_closed, hooks_of(trainer)) == (True, 0)
+
+
+def test_a_larger_call_keeps_the_hooks_of_an_open_handle(sim, tag):
+    trainer, name = Trainer(), tag()
+    weights = offload(trainer.model, tag=name)
+    both = offload(trainer.model, trainer.optimizer, tag=name)
+    trainer.step()
+    assert weights.bytes < both.bytes
+    both.close()
+    with weights.paused(), pytest.raises(memsaver.InvalidStateError):
+        trainer.model(torch.ones(1, 32))
+    weights.close()
+    assert hooks_of(trainer) == 0
+
+
 def test_load_state_dict_after_offloading(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
@@ -189,7 +251,31 @@ class Averaging(torch.optim.Optimizer):
         return self.optim.state
 
 
-@pytest.mark.parametrize("wrapper", [Accelerated, Averaging])
+class Plain:
+    """A wrapper that is no torch optimizer, such as DeepSpeed's and Megatron-LM's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+class Chained:
+    """A wrapper of several wrappers, such as Megatron-LM's."""
+
+    def __init__(self, optimizer):
+        self.chained_optimizers = [Plain(self), Plain(optimizer)]
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        Accelerated,
+        Averaging,
+        lambda optimizer: Accelerated(Plain(optimizer)),
+        Chained,
+        lambda optimizer: Plain(Chained(Plain(optimizer))),
+    ],
+    ids=["accelerate", "averaging", "deepspeed", "megatron", "nested"],
+)
 def test_an_optimizer_inside_another_is_offloaded(sim, tag, wrapper):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(wrapper(trainer.optimizer), tag=tag())

@@ -5,6 +5,7 @@ import copy
 import gc
 import importlib
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -258,6 +259,7 @@ def test_closing_leaves_the_tensors_in_the_tag(sim, tag):
         (("optimizer",), {}),
         ((None,), {}),
         ((object(),), {}),
+        ((mock.MagicMock(),), {}),
         ((torch.ones(2),), {"backup": "cloud"}),
         ((torch.ones(2),), {"tag": ""}),
         ((torch.ones(2),), {"tag": 3}),

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import memsaver
+from torch_memory_saver.hooks.base import HookUtilModePreload
 from torch_memory_saver.utils import change_env, preload_library
 
-__all__ = ["configure_subprocess"]
+__all__ = ["HookUtilModePreload", "configure_subprocess"]
 
 
 @contextmanager
