@@ -370,8 +370,9 @@ MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable
 
 /* Releases the host memory, disk space and device memory of all backups except those of paused
  * tags. Also releases the memory that is kept for computing fingerprints. Skips tags in a
- * transition, and waits for other calls that use a tag's memory. Releasing 8 GiB of host memory
- * takes about a tenth of a second. Waits for all work on the devices. */
+ * transition. Waits for other calls that use a tag's memory, but skips the tag if the wait would
+ * deadlock. Also waits for all work on the devices. Releasing 8 GiB of host memory takes about a
+ * tenth of a second. */
 MS_API ms_status ms_trim(uint64_t* released_bytes, ms_error* error);
 
 /* Like ms_trim, but releases only the backups of `tags`; an empty list selects every tag.

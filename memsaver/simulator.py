@@ -105,7 +105,7 @@ class Buffer:
         self.nbytes = nbytes
         self.array = (ctypes.c_char * nbytes).from_address(self.address)
         # A tensor may keep the array alive longer than this object; the memory exists as long as
-        # the array. Not freed at exit, because threads and exit handlers may still use the array.
+        # the array. It is not freed at exit, because threads and exit handlers may still use it.
         weakref.finalize(self.array, _free, self.address).atexit = False
 
 

@@ -74,7 +74,7 @@ bool has_own_core() {
     case MS_OUT_OF_HOST_MEMORY:
       ms_warn(error.message);  // the hook's signature cannot return the message
       return kErrorMemoryAllocation;
-    default:  // callers such as torch would free memory and try again after an out-of-memory error
+    default:  // not an out-of-memory error, after which torch would free memory and try again
       ms_warn(error.message);
       return kErrorUnknown;
   }

@@ -311,7 +311,7 @@ def main(
     ] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="The number of an engine's machines.")] = 1,
     address: Annotated[
-        str, typer.Option(help="The address of a Ray cluster; local starts one.")
+        str, typer.Option(help="The address of a Ray cluster, or local to start one.")
     ] = "local",
     preload: Annotated[
         bool, typer.Option("--preload", help="Preload memsaver's library into the engines.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 from .admission import EVERYTHING, Admission
@@ -53,7 +53,9 @@ class Generation(Protocol):
         """
 
 
-async def generation(admission: Admission, what: str, request: Generation) -> AsyncIterator[Any]:
+async def generation(
+    admission: Admission, what: str, request: Generation
+) -> AsyncGenerator[Any, None]:
     """Admit a generation, send it, and yield its outputs.
 
     Args:

@@ -110,7 +110,7 @@ class _Backends:
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self._engines = engines
-        self._joined: dict[str, list[Backend]] = {}  # the engines in each group
+        self._joined: dict[str, list[Backend]] = {}  # by group name: the engines in the group
 
     @property
     def tp_size(self) -> int:
@@ -157,7 +157,7 @@ class _Backends:
         members = self._joined.pop(name, [])
 
         def leave(backend: Backend, first: int) -> None:
-            if backend in members:  # not if it failed, or was restarted
+            if backend in members:  # neither removed after a failure nor restarted
                 backend.leave_group(name, timeout)
 
         self._each(leave, timeout)

@@ -25,8 +25,8 @@ def is_shortage(error: BaseException) -> bool:
 def clear_frames(error: BaseException) -> None:
     """Delete the local variables of the calls in which an error and its causes were raised.
 
-    These variables may keep a bucket of weights alive. If one of them is the error itself, only a
-    garbage collection would free the bucket. Calls in progress are unchanged.
+    These variables may keep a bucket of weights alive. If one of them is the error itself, only
+    garbage collection would free the bucket. Calls that are still running keep their variables.
     """
     seen: list[BaseException] = []
     one: BaseException | None = error

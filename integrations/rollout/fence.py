@@ -28,8 +28,8 @@ class Fence:
         refused: an earlier failure of this rank that all ranks must raise, or None.
         lane: see `Together`.
         call: see `Together`.
-        names_engines: whether errors name the engines that failed. False if the layout's engines
-            are only ranks, which errors name in any case.
+        names_engines: whether errors name the engines that failed. Pass False if every rank of the
+            layout counts as an engine, because errors name the ranks in any case.
 
     Raises:
         GroupError: not all ranks reached the barrier in time.
@@ -97,7 +97,7 @@ class Fence:
             error: `error` itself, if there is only one engine; an interrupt is raised only on the
                 interrupted rank.
             MemsaverError: the error of the engines' ranks; see `Together`. The message also names
-                the engines that failed (`names_engines`).
+                the engines that failed, if `names_engines` is True.
             GroupError: not all ranks made the call.
         """
         if self._layout.dp_size == 1:

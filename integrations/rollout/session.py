@@ -292,8 +292,8 @@ class ColocatedSession(StageOrder):
     def training(self) -> Iterator[None]:
         """Let the trainer use the GPU with its weights and states during the block.
 
-        Raises: see `rollout`. An engine that died is not an error here; the next rollout raises
-        `EngineDiedError`.
+        Raises: see `rollout`. If the engine has died, the block still runs, and the next rollout
+        raises `EngineDiedError`.
         """
         with self._exclusive("training"):
             try:

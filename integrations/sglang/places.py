@@ -121,7 +121,7 @@ def holds_model(updater: Any, has_all_stages: bool) -> bool:
 
 
 def uses_saver(updater: Any) -> bool:
-    """Return whether SGLang's option `enable_memory_saver` is set, or is missing."""
+    """Return whether SGLang's option `enable_memory_saver` is on, or does not exist."""
     arguments = effective_arguments(scheduler_of(updater))
     return bool(getattr(arguments, "enable_memory_saver", True))
 

@@ -15,7 +15,7 @@ for every load order:
 
 The effects begin when SGLang imports the affected modules. Until the first request for a saver,
 memsaver neither opens the driver nor imports torch. With `enable_memory_saver=False`, SGLang works
-as it does without memsaver, except that a weight update that fails does not crash the engine.
+as it does without memsaver, except that a failed weight update does not crash the engine.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class _Sender:
 
     Attributes:
         manager: the tokenizer manager.
-        lock: a lock that serializes the communicator's requests if their types are unknown, so that
-            each request is sent immediately after its check, and if `_uncancelled` sends them.
+        lock: a lock that serializes requests of unknown types, so that each request is sent
+            immediately after its check, and requests that `_uncancelled` sends.
     """
 
     manager: Any
@@ -96,7 +96,7 @@ def receive(original: Callable[..., None], communicator: Any, reply: Any) -> Non
 def _is_blocked_by_cancellation(communicator: Any) -> bool:
     """Return whether later requests wait indefinitely after the cancellation of a request.
 
-    SGLang 0.5.16 and newer have no such queue of waiting requests.
+    SGLang 0.5.16 and newer have no queue of waiting requests.
     """
     return hasattr(communicator, "_ready_queue") and communicator._mode == "queueing"
 

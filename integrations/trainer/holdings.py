@@ -104,7 +104,7 @@ def storages_of_live_parameters() -> set[int]:
     import torch
 
     found: set[int] = set()
-    with signals_deferred():  # their handlers' exceptions must not be suppressed
+    with signals_deferred():  # so that exceptions of signal handlers are not suppressed
         for tensor in instances_of(torch.Tensor):
             with contextlib.suppress(Exception):
                 if isinstance(tensor, torch.nn.Parameter):
@@ -121,7 +121,7 @@ def gradients_of(target: Any) -> Iterator[Holding]:
 
 
 def gradient_of_leaf(tensor: Any) -> Any:
-    """Return a leaf tensor's gradient; None for other tensors and without a gradient."""
+    """Return a leaf tensor's gradient; None if the tensor is not a leaf or has no gradient."""
     return tensor.grad if _is_leaf(tensor) else None
 
 
@@ -167,7 +167,7 @@ def parameters_of(target: Any) -> Iterator[Any]:
 def _is_leaf(tensor: Any) -> bool:
     try:
         return bool(tensor.is_leaf)
-    except RuntimeError:  # a view whose graph became invalid when its base was modified in place
+    except RuntimeError:  # a view whose graph became invalid because its base was modified in place
         return False
 
 

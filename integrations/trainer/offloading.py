@@ -21,7 +21,7 @@ from .targets import targets_in
 
 __all__ = ["Offloaded", "close_all", "has_no_backup", "offload"]
 
-# The handles that are not closed and to which the program still refers, by id.
+# By id: the open handles to which the program still refers.
 _open: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
 
 
@@ -167,7 +167,8 @@ class Offloaded:
 
         Handles of calls with the same targets and the same tag share their hooks, which are removed
         when the last of these handles is closed. Handles that the program has dropped do not count.
-        Hooks of dropped handles with some of the targets are also removed.
+        If a dropped handle of the same tag had only some of these targets, its hooks are also
+        removed.
 
         The tensors stay in the tag at the same addresses, and the tag can still be paused by its
         name. After this call, new memory is no longer moved into the tag.
@@ -229,17 +230,17 @@ def _handles_of(collection: Collection) -> list[Offloaded]:
 
 
 def _covered_by(collection: Collection) -> list[Collection]:
-    """Return the other watched collections of the same tag, without additional targets."""
+    """Return the other watched collections of the same tag whose targets this collection has."""
     targets = set(map(id, collection.targets))
     others = [one for one in watched() if one is not collection and one.tag == collection.tag]
     return [other for other in others if targets.issuperset(map(id, other.targets))]
 
 
 def _replace_others(collection: Collection) -> None:
-    """Stop watching the collections that a new collection covers, except with fewer targets and an
-    open handle.
+    """Stop watching the collections that a new collection replaces.
 
-    Open handles of a collection with the same targets refer to the new collection afterwards.
+    It replaces collections with the same targets, whose open handles refer to the new collection
+    afterwards, and collections with only some of the targets and without an open handle.
     """
     for other in _covered_by(collection):
         handles = _handles_of(other)
@@ -316,7 +317,7 @@ def offload(
 
     The call can be repeated with the same tag. If it has the same targets, it replaces the earlier
     call: its options apply to all handles, and the hooks exist once. If it has additional targets,
-    it replaces the earlier call if the program has dropped the earlier handle.
+    it replaces the earlier call only if the program has dropped the earlier handle.
 
     Raises:
         ConfigError: a target has an unsupported type or accepts no hooks, the backup is unknown, or

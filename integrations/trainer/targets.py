@@ -53,7 +53,7 @@ def _optimizers_in(target: Any) -> list[Any]:
 
     Some wrappers derive from torch's class without initializing it and only forward calls to
     another optimizer. The result omits such wrappers. Objects of other classes are searched only if
-    they are in one of the attributes `_WRAPPED` of a wrapper, up to `_MAX_NESTING` wrappers deep.
+    they are in an attribute named in `_WRAPPED`, up to `_MAX_NESTING` such objects deep.
     """
     import torch
 
@@ -78,10 +78,10 @@ def _optimizers_in(target: Any) -> list[Any]:
     return found
 
 
-# The attributes in which wrappers keep the wrapped optimizers, which can be wrappers themselves:
-# torch's and DeepSpeed's, other libraries', and Megatron-LM's.
+# The attributes that contain a wrapper's optimizers, which can be wrappers themselves: for torch
+# and DeepSpeed, for other libraries, and for Megatron-LM.
 _WRAPPED = ("optimizer", "optim", "chained_optimizers")
-_MAX_NESTING = 4  # an object that creates its attributes when they are read would have no end
+_MAX_NESTING = 4  # ends the search in objects that create every attribute that is read
 
 
 # Attributes of an optimizer that are large, full of tensors, and contain no optimizers.

@@ -33,7 +33,7 @@ from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from ..engine.shared_query import QUERY_SECONDS, SharedQuery
 from ..engine.tags import WEIGHTS
-from . import settings
+from . import settings, unsent_inputs
 from .calls import MODEL, Need
 from .control_hooks import ControlHooks
 from .cores import Memory, alive, error_from, memory_of_async, rpc_on_all_cores
@@ -233,7 +233,8 @@ def _admitted(
     if admission is None:
         return original(engine, *args, **named)
     request = _Generation(original, engine, args, named)
-    return admitted.generation(admission, what, request)
+    outputs = admitted.generation(admission, what, request)
+    return unsent_inputs.tracked(engine, args[0], outputs, lambda: request.is_sent)
 
 
 async def _is_gone(engine: Any) -> bool:
@@ -258,6 +259,7 @@ class _Generation:
         self._prompt, *self._args = args  # parameters and name
         self._named = named
         self._refusal: EngineAsleepError | None = None
+        self.is_sent = False
 
     @property
     def ids(self) -> list[str]:
@@ -267,6 +269,7 @@ class _Generation:
         return await _is_gone(self._engine)
 
     async def send(self) -> AsyncGenerator[Any, None]:
+        self.is_sent = True
         is_stream = isinstance(self._prompt, AsyncGenerator)
         prompt = self._prompt if is_stream else copy.copy(self._prompt)  # vLLM changes it
         outputs = self._original(self._engine, prompt, *self._args, **self._named)

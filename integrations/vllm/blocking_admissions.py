@@ -17,6 +17,7 @@ from memsaver.errors import OutOfDeviceMemoryError
 from ..engine import blocking
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
+from . import unsent_inputs
 from .admissions import (
     Cores,
     VllmAdmission,
@@ -63,7 +64,11 @@ def add_request(original: Callable[..., Any], engine: Any, *args: Any, **named: 
     """Wrap `LLMEngine.add_request`."""
     params = args[2]
     what = "compute embeddings" if type(params).__name__ == "PoolingParams" else "generate"
-    _admit(engine, Need(MODEL, what))
+    try:
+        _admit(engine, Need(MODEL, what))
+    except BaseException:
+        unsent_inputs.forget(engine, args[1], lambda: engine.renderer.clear_mm_cache())
+        raise
     return original(engine, *args, **named)
 
 

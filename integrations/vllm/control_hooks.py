@@ -50,8 +50,8 @@ class ControlHooks:
             return self._change(engine, work)
         return self._call(engine, need_of(method), work)
 
-    def lora(self, name: str) -> Callable[..., Any]:
-        """Return the hook for `add_lora` or `pin_lora`."""
+    def utility(self, name: str) -> Callable[..., Any]:
+        """Return the hook for a method with the same name as its call to the engine core."""
 
         def hook(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
             return self._call(engine, need_of(name), lambda: original(engine, *args, **named))

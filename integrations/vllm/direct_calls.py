@@ -18,7 +18,7 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineBusyError
 from ..engine.messages import Failure
-from ..engine.tags import WEIGHTS
+from ..engine.tags import KV_CACHE, WEIGHTS
 from .calls import MODEL, check_level
 from .guard import Guard, guard_of
 from .protocol import RANK_STATE
@@ -48,7 +48,8 @@ def run(
     Raises:
         ConfigError: the sleep's level is neither 1 nor 2, or the tags to discard include a tag
             other than the weights and the KV cache.
-        EngineBusyError: see `check_idle`.
+        EngineBusyError: requests are in flight (see `check_idle`), or blocks of the KV cache to
+            discard are still in use, for example for a transfer.
     """
     guard = guard_of(core)
     if not guard.is_ours:
@@ -61,8 +62,11 @@ def run(
             return result
         if method == "discard":
             level, (args, kwargs) = 2, _with_list(args, kwargs)
-            _check_discarded(_argument(args, kwargs, "tags"))
+            tags = _argument(args, kwargs, "tags")
+            _check_discarded(tags)
+            discards_cache = KV_CACHE in (tags or ())
         else:
+            discards_cache = True
             level = _argument(args, kwargs, "level", 1)
             _check_level(level)
             if WEIGHTS in guard.released:  # at level 2, vLLM's worker reads their buffers
@@ -71,9 +75,14 @@ def run(
         results = []
 
         def release() -> None:
+            is_reset = core.reset_prefix_cache()
+            if not is_reset and discards_cache and KV_CACHE not in guard.released:
+                raise EngineBusyError(
+                    "blocks of the KV cache are still in use, so it cannot be released: try again "
+                    "later"
+                )
             results.append(call(args, kwargs))
             _record(core)
-            core.reset_prefix_cache()
 
         guard.sleep(release, level)
         return results[0]

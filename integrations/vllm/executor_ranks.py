@@ -38,7 +38,9 @@ def _cpu_group(worker: Any, size: int) -> Any:
             return known.cpu_group
     import torch.distributed as dist
 
-    first = dist.get_rank() - worker.rank
+    # Executors are contiguous blocks of the world. `worker.rank` counts from the executor's first
+    # rank, or with an external launcher from the world's.
+    first = dist.get_rank() // size * size
     # Only the members make this call, because other engines may be asleep, or may never sleep.
     return dist.new_group(
         list(range(first, first + size)), backend="gloo", use_local_synchronization=True

@@ -44,7 +44,7 @@ from .worker import installed_allocator
 __all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "woken"]
 
 _GUARD = "_memsaver_guard"  # an attribute of an engine core
-_RESUME_SCHEDULER = "resume_scheduler"
+_PAUSE_SCHEDULER, _RESUME_SCHEDULER = "pause_scheduler", "resume_scheduler"
 _NOT_BEGUN = ("WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # statuses of requests
 _MOST_LINES = 20  # about unknown methods
 
@@ -72,9 +72,10 @@ def sleep(
         ConfigError: vLLM does not support this level.
     """
     check_level(level)
+    guard = guard_of(core)
+    guard.resumes = False
     if not level:
         return original(core, level, mode)  # type: ignore[no-any-return]
-    guard = guard_of(core)
     if mode == "wait" and guard.is_ours and not core.is_scheduler_paused():
         guard.hold_queued()
     return guard.sleep(functools.partial(original, core, level, mode), level)
@@ -137,6 +138,7 @@ class Guard:
             is responsible for the contents.
         refusal: the fields of the `Failure` of the last call in `direct_calls` that raised one of
             memsaver's errors; None before the first.
+        resumes: whether the wake-up of the last tag resumes the scheduler for an earlier call.
 
     Args:
         core: the engine core.
@@ -145,12 +147,12 @@ class Guard:
     def __init__(self, core: Any) -> None:
         self._core = core
         self._is_draining = False
-        # Requests, and the functions that dispatch them.
-        self._held: list[tuple[Any, Callable[[], None]]] = []
+        self._held: list[tuple[Any, Callable[[], None]]] = []  # requests, and their dispatch
         self._logged: set[str] = set()  # requests refused since the last wake-up
         self._unknown: set[str] = set()  # unknown methods that have run while memory was released
         self.lost: frozenset[str] = frozenset()
         self.refusal: dict[str, Any] | None = None
+        self.resumes = False
         self._update_call = ""  # the last update call; "" after a sleep that discarded the weights
         self.idle = IdleSleep.of(core, settings.policy_of(core).sleep_after)
 
@@ -211,6 +213,9 @@ class Guard:
         self._logged.clear()
         if not self._core.model_executor.sleeping_tags:
             self.lost = frozenset()
+            if self.resumes and self._core.is_scheduler_paused():
+                self._core.resume_scheduler()
+            self.resumes = False
 
     def woken_without_contents(self) -> None:
         """Record that the weights were mapped for an update that might begin later."""
@@ -360,6 +365,7 @@ class Guard:
     def _answers(self, call: Any) -> bool:
         """Answer a call that must not run now; return False for any other call."""
         client, number, method, args = call
+        self.resumes = self.resumes and method != _PAUSE_SCHEDULER
         need = need_of(method, args)
         if need is None and method != _RESUME_SCHEDULER:
             return False
@@ -370,10 +376,8 @@ class Guard:
             self._answer(client, number, text)
             return True
         if method == _RESUME_SCHEDULER and released:
-            logger.warning(
-                "generation continues after a wake-up of %s, which are released",
-                ", ".join(sorted(released)),
-            )
+            self.resumes, tags = True, ", ".join(sorted(released))
+            logger.warning("generation continues after a wake-up of %s, which are released", tags)
             self._answer(client, number, None)
             return True
         return False
@@ -381,10 +385,8 @@ class Guard:
     def _answer(self, client: int, number: int, failure: str | None) -> None:
         vllm = importlib.import_module("vllm.v1.engine")
         output = vllm.UtilityOutput(number)
-        if failure is None:
-            output.result = vllm.UtilityResult(None)
-        else:
-            output.failure_message = failure
+        output.failure_message = failure
+        output.result = None if failure else vllm.UtilityResult(None)
         outputs = vllm.EngineCoreOutputs(utility_output=output)
         self._core.output_queue.put_nowait((client, outputs))
 

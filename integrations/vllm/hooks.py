@@ -18,6 +18,7 @@ _CORE = "vllm.v1.engine.core"
 _CLIENT = "vllm.v1.engine.core_client"
 _ASYNC = "vllm.v1.engine.async_llm.AsyncLLM"
 _ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
+_CHECKSUMS = "compute_weight_checksums"
 _OUTPUTS = "vllm.v1.engine.output_processor.OutputProcessor"
 
 _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -35,13 +36,15 @@ _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{_ASYNC}.generate": ("AROUND", admissions.generate),
     f"{_ENGINE}.add_request": ("AROUND", blocking_admissions.add_request),
 }
-_OPTIONAL: dict[str, tuple[str, Callable[..., Any]]] = {}  # since 0.31
+_OPTIONAL: dict[str, tuple[str, Callable[..., Any]]] = {  # in newer versions
+    f"{_ASYNC}.{_CHECKSUMS}": ("AROUND", admissions.control.utility(_CHECKSUMS)),
+}
 for _engine, _control in ((_ASYNC, admissions.control), (_ENGINE, blocking_admissions.control)):
     _HOOKS |= {
         f"{_engine}.__init__": ("AROUND", settings.fix_policy),
-        f"{_engine}.add_lora": ("AROUND", _control.lora("add_lora")),
+        f"{_engine}.add_lora": ("AROUND", _control.utility("add_lora")),
         f"{_engine}.collective_rpc": ("AROUND", _control.collective_rpc),
-        f"{_engine}.pin_lora": ("AROUND", _control.lora("pin_lora")),
+        f"{_engine}.pin_lora": ("AROUND", _control.utility("pin_lora")),
         f"{_engine}.sleep": ("AROUND", _control.sleep),
         f"{_engine}.wake_up": ("AROUND", _control.wake_up),
     }

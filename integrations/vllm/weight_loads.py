@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -182,14 +183,15 @@ class _Update:
     def load(self, check: LoadCheck, tensors: Named, coming: Coming) -> None:
         """Load a bucket that has arrived intact."""
         is_whole = isinstance(coming.tensors, Broadcast) or coming.tensors.layout == "whole"
-        if not is_whole:
-            check.load(self._model, tensors, self._write, self._write)
-        elif not self._converted:
-            check.load(self._model, tensors, self._model.load_weights, self._model.load_weights)
-        else:
-            if self._reload is None:
-                self._reload = LayerwiseReload(self._model, self._worker.model_config)
-            check.load_unseen(self._model, tensors, self._reload.load, _CONVERTED)
+        with _configuration_of(self._worker):
+            if not is_whole:
+                check.load(self._model, tensors, self._write, self._write)
+            elif not self._converted:
+                check.load(self._model, tensors, self._model.load_weights, self._model.load_weights)
+            else:
+                if self._reload is None:
+                    self._reload = LayerwiseReload(self._model, self._worker.model_config)
+                check.load_unseen(self._model, tensors, self._reload.load, _CONVERTED)
 
     def _write(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Copy tensors that already have the layout of the model's parameters."""
@@ -216,8 +218,16 @@ class _Update:
         """Complete the last layers, or restore their old weights if the update failed."""
         reload, self._reload = self._reload, None
         if reload is not None:
-            reload.end(self.failed)
+            with _configuration_of(self._worker):
+                reload.end(self.failed)
             held.release_cache()
+
+
+def _configuration_of(worker: Any) -> AbstractContextManager[None]:
+    """Set vLLM's current configuration, which loaders and conversions of weights read."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(worker.vllm_config)  # type: ignore[no-any-return]
 
 
 def _abandon(worker: Any) -> None:

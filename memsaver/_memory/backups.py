@@ -96,7 +96,8 @@ def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
 
     Without this call, memsaver keeps the memory for the next pause. The release is slow, because
     unpinning waits for the devices' work, so it runs in the background by default. The release
-    reserves one tag at a time, and other calls that need that tag wait.
+    reserves one tag at a time, and other calls that need that tag wait. The release waits for
+    allocations and frees in progress, and skips tags that are in a transition.
 
     Args:
         wait: if True, the call waits for the release and returns the number of bytes released. If

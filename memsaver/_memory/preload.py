@@ -140,7 +140,7 @@ def is_preloaded() -> bool:
 def _check_options(environment: Mapping[str, str]) -> None:
     for option in fields(Options):
         value = environment.get(variable_of(option.name))
-        # A child may start in another folder, and may see other directories.
+        # disk_dir is not checked: a child may start in another folder, or see other directories.
         if value is not None and option.name != "disk_dir":
             _C.check_option(option.name, os.fsencode(value))
 

@@ -7,7 +7,7 @@ import os
 
 __all__ = ["open_process"]
 
-_PIDFD_OPEN = 434  # the system call's number, which is the same on all architectures
+_PIDFD_OPEN = 434  # the system call's number on all architectures with CUDA
 
 
 def open_process(pid: int) -> int:
@@ -18,7 +18,7 @@ def open_process(pid: int) -> int:
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
-    # Pythons that were built with old kernel headers, such as uv's, do not have the function.
+    # Builds of Python with old kernel headers, such as uv's, do not have the function.
     system_call = ctypes.CDLL(None, use_errno=True).syscall
     descriptor = int(system_call(ctypes.c_long(_PIDFD_OPEN), ctypes.c_int(pid), ctypes.c_uint(0)))
     if descriptor < 0:

@@ -16,10 +16,10 @@ def replace_file(target: Path, content: bytes) -> None:
 
     A replaced file keeps its mode and, if the system allows it, its owner and group. Otherwise, the
     group has no access rights. During the write, no user has more access rights than the finished
-    file grants. If the target is a link, the function replaces the file that the link points to. If
-    the target is a device or a pipe, the function writes directly to the target, and also if the
-    target is a mount point, such as a file that is mounted into a container; a failed write then
-    leaves an incomplete file.
+    file grants. If the target is a link, the function replaces the file that the link points to.
+
+    The function writes directly to a device, a pipe, or a mount point, such as a file that is
+    mounted into a container. A failed write to a mount point leaves an incomplete file.
 
     Raises:
         OSError: the file cannot be written. The error names the target. An existing file is

@@ -65,7 +65,7 @@ def command(
         _fail(f"--tag takes a name, and {tag!r} looks like an option: a tag cannot begin with '-'")
     try:
         added = preload_env(tag, cast("Backup | None", backup))  # preload_env checks it
-        options()  # also checks the directory, which is the command's, too
+        options()  # also checks disk_dir, because the command starts in the same folder
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
     _execute(words, {**os.environ, **added})

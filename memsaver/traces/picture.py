@@ -143,8 +143,10 @@ def _draw_transitions(axes: Any, trace: Trace, device: int) -> None:
             first, last = times.get((row.number, _shade(row)), (begin, end))
             times[row.number, _shade(row)] = (min(first, begin), max(last, end))
     whole_height = axes.get_xaxis_transform()
-    for shade, colour in _COLOURS.items():  # one artist for each colour, for long recordings
+    for shade, colour in _COLOURS.items():  # one artist for each colour, not for each transition
         bands = [band for (_, other), band in times.items() if other == shade]
+        if not bands:
+            continue
         axes.broken_barh(
             [(begin, end - begin) for begin, end in bands],
             (0, 1),

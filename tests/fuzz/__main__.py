@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", choices=TARGETS, help="run only this target")
     parser.add_argument("--input", type=Path, metavar="FILE", help="run the target with one input")
     parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="store new inputs of the corpus in this folder"
+        "--keep", type=Path, metavar="FOLDER", help="store new corpus inputs in this folder"
     )
     parser.add_argument(
         "--write", action="store_true", help="write the figures to reliability.json"

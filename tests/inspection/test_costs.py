@@ -236,7 +236,7 @@ def test_as_errors_they_come_after_the_pause(sim, name, make_blocks):
     assert blocks[0].is_intact()
 
 
-def test_as_errors_they_replace_no_error_of_the_program(sim, name, make_blocks):
+def test_warnings_raised_as_errors_replace_no_other_error(sim, name, make_blocks):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ZeroDivisionError), memsaver.region(name):

@@ -57,7 +57,8 @@ def test_memory_of_other_devices_is_refused(run_python):
     )
 
 
-# A region's memory, a context of the program on device 1, and device 1's access to memory.
+# Functions that allocate memory in a region, open a context of the program on device 1, and query
+# which memory device 1 can access.
 LATER = """
     import contextlib, ctypes
     import memsaver

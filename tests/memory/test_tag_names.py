@@ -117,7 +117,7 @@ INVALID = [*((name, "is not valid UTF-8") for name in NO_TEXT), (b"a\x1fb", "con
 
 @pytest.mark.each_python
 @pytest.mark.parametrize(("name", "why"), INVALID)
-def test_a_process_tag_that_is_no_valid_name(run_python, name, why):
+def test_an_invalid_process_tag_has_no_effect(run_python, name, why):
     # The variable has no effect, and memsaver warns about it.
     done = run_python(
         f"""

@@ -75,7 +75,7 @@ def test_out_of_memory_is_an_error_code_and_passes(python):
 
 
 def test_an_invalid_option_is_not_reported_as_out_of_memory(python):
-    # torch would free its cached memory and try again.
+    # After an out-of-memory error, torch would free its cached memory and try again.
     out = python(
         """
         import ctypes

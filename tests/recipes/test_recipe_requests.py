@@ -101,7 +101,7 @@ def test_a_request_of_an_unknown_kind_is_refused_by_its_sender(engine):
 
 @pytest.mark.parametrize("slow", ["GetInternalStateReq", "ReleaseMemoryOccupationReqInput"])
 def test_a_call_that_timed_out_can_be_repeated(engine, monkeypatch, slow):
-    """SGLang 0.5.11 waits indefinitely in all calls that follow a cancelled call."""
+    """SGLang 0.5.11 and 0.5.12 wait indefinitely in all calls that follow a cancelled call."""
     local = SimpleNamespace(loop=engine.loop, tokenizer_manager=engine.tokenizer, generate=None)
     control = SleepController(local)
     is_over, handle = threading.Event(), engine.scheduler._handle

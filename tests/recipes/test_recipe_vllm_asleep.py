@@ -126,6 +126,49 @@ def test_requests_that_have_not_begun_are_refused_after_a_sleep(core):
     assert all("its sleep failed" in output.stop_reason for output in refused)
 
 
+def test_an_image_of_a_refused_request_is_sent_with_the_next(core):
+    """The caches of images, in the front end and in the engine core, are vLLM's."""
+    from vllm.multimodal import cache
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+    from vllm_recipe_requests import request
+
+    try:  # 0.26
+        kinds = cache.MultiModalProcessorSenderCache, cache.MultiModalReceiverCache
+    except AttributeError:
+        lru = importlib.import_module("vllm.multimodal.cache.lru")
+        kinds = lru.LruKeyReplicatedSenderCache, lru.LruKeyReplicatedReceiverCache
+    limit = SimpleNamespace(mm_processor_cache_gb=1)
+    sender, receiver = (
+        kind(SimpleNamespace(get_multimodal_config=lambda: limit)) for kind in kinds
+    )
+
+    async def send(engine, image, name):
+        made = request(name)
+        item, _ = sender.get_and_update_item((MultiModalKwargsItem.dummy(), []), image)
+        place = PlaceholderRange(offset=0, length=1)
+        named = {"identifier": image, "mm_hash": image, "mm_position": place}
+        made.mm_features = [MultiModalFeatureSpec(data=item, modality="image", **named)]
+        async for _ in engine.generate(made, made.sampling_params, name):
+            pass
+
+    async def clear():
+        sender.clear_cache()
+
+    async def test(engine):
+        core.mm_receiver_cache = receiver
+        core._reset_caches = lambda *_, **__: receiver.clear_cache()
+        engine.renderer.clear_mm_cache_async = clear
+        await send(engine, "A", "first")
+        await engine.sleep()
+        await refusal(send(engine, "B", "second"))
+        await engine.wake_up()
+        for image in "AB":
+            await send(engine, image, image)
+            await send(engine, image, f"{image} again")
+
+    run(core, test)
+
+
 def test_all_samples_of_a_refused_request_are_forgotten(core):
     async def test(engine):
         await generate(engine)

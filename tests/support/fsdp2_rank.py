@@ -76,10 +76,9 @@ def train(optimizer, model, accumulate, tags):
 
 
 def wait_for_event(model, tag):
-    """Check that the host waits for a resume if FSDP2 waits only for an event of the program.
+    """Check that the host waits for a resume if FSDP2 waits only for the program's event.
 
-    The streams of a GPU are imitated: the current stream waits for the copies, but the host does
-    not.
+    As on a GPU, only the current stream waits for the copies in `order_after_arrival`.
     """
     handle = offload(model, tag=tag)
     handle.pause()

@@ -157,8 +157,11 @@ def hurt_next_bucket(worker, rank: int) -> None:
     weight_loads._arrived = hurt
 
 
-def join_world(store: str, rank: int, results) -> None:
-    """Join a world of four ranks and report the values that the second executor's ranks gather."""
+def join_world(store: str, rank: int, results, first: int) -> None:
+    """Join a world of four ranks and report the values that the second executor's ranks gather.
+
+    `first` is the second executor's first rank in vLLM's numbering of the workers.
+    """
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
@@ -167,7 +170,8 @@ def join_world(store: str, rank: int, results) -> None:
     parallel_state.init_distributed_environment(4, rank, store)
     seen = None
     if rank >= 2:
-        worker = SimpleNamespace(rank=rank - 2, parallel_config=SimpleNamespace(world_size=2))
+        numbered = rank - 2 + first
+        worker = SimpleNamespace(rank=numbered, parallel_config=SimpleNamespace(world_size=2))
         seen = [
             fields["rank"] for fields in group_of(worker).gather({"rank": group_of(worker).rank})
         ]

@@ -8,6 +8,7 @@ import json
 import time
 from types import SimpleNamespace
 
+import vllm
 from refusals import raising
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.plugins import load_general_plugins
@@ -74,6 +75,33 @@ async def until(condition, seconds=30):
     while not await condition():
         assert time.monotonic() < end, "the condition did not become true"
         await asyncio.sleep(0.05)
+
+
+class Renderer:
+    """A front end's renderer, whose prompts contain each image only once.
+
+    Attributes:
+        sent: the images that the engine core is assumed to have.
+    """
+
+    mm_processor_cache = None
+
+    def __init__(self):
+        self.sent = set()
+        if vllm.__version__ != "0.26.0":
+            self.queue_mm_cache_invalidations = self.sent.difference_update
+
+    def render(self, image):
+        data = None if image in self.sent else "pixels"
+        self.sent.add(image)
+        images = {"mm_hashes": {"image": [image]}, "mm_kwargs": {"image": [data]}}
+        return {"type": "multimodal", "prompt_token_ids": PROMPT, **images}
+
+    def clear_mm_cache(self):
+        self.sent.clear()
+
+    async def clear_mm_cache_async(self):
+        self.clear_mm_cache()
 
 
 class Server:

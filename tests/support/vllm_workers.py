@@ -22,6 +22,7 @@ class Worker:
 
     def __init__(self, model) -> None:
         self.model_runner = SimpleNamespace(get_model=lambda: model)
+        self.vllm_config = SimpleNamespace()
         self.parallel_config = SimpleNamespace(world_size=1)
         self.model_config, self.device = SimpleNamespace(dtype=torch.float32), "cpu"
 

@@ -121,8 +121,8 @@ void complete_frees(std::unique_lock<std::mutex>& lock, Pool& pool) {
   }
 }
 
-// Grants the devices in use access to the memory of a pool. Returns the first failure, after which
-// the function continues with the other extents. The caller owns the tag's Hold.
+// Grants the devices in use access to a pool's memory. If the driver refuses access to an extent,
+// continues with the other extents and returns the first error. The caller owns the tag's Hold.
 std::optional<Error> share_memory_of(const Pool& pool) try {
   const std::vector<CUmemAccessDesc> access = pool.heap.device().access();
   std::optional<Error> failure;
@@ -138,8 +138,8 @@ std::optional<Error> share_memory_of(const Pool& pool) try {
   return std::move(error);
 }
 
-// Grants the devices in use access to a tag's memory. Returns whether all of it can be accessed.
-// Does nothing if waiting for the tag would deadlock.
+// Grants the devices in use access to a tag's memory. Returns whether they can access all of it. If
+// waiting for the tag would deadlock, does nothing and returns false.
 bool share_memory_of(Tag& tag) {
   std::unique_lock<std::mutex> lock(Registry::instance().mutex);
   if (would_wait_for_ever({&tag}, Need::kMemory)) return false;
@@ -210,7 +210,7 @@ void share_with_active_devices() {
     lock.unlock();
     bool all = true;
     for (Tag* tag : tags) all &= share_memory_of(*tag);
-    // Memory that was mapped after a device stopped being active is not accessible to it.
+    // If the active devices have changed during the call, some may lack access to new memory.
     if (!all || Device::active() != active) return;
   }
   known.compare_exchange_strong(before, active);

@@ -56,8 +56,8 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 
 // Allows devices that have come into use since the last call to access memory that is already
 // mapped. Waits for tags in use, but skips a tag if the wait would deadlock. Issues a warning if a
-// device cannot access some of the memory; the other memory is shared. The next call retries
-// skipped tags and refused memory. Returns quickly if no device came into use.
+// device cannot access some of the memory; it can then still access the other memory. The next call
+// retries the skipped tags and the refused memory. Returns quickly if no device came into use.
 // Errors: kDriverFailed if the driver does not report which devices are in use.
 void share_with_active_devices();
 

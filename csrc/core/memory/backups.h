@@ -24,8 +24,9 @@ void* view_retained(const Range& range, bool writable);
 
 // Releases the memory and disk space of the named tags' backups, or of all tags' backups if
 // `names` is empty. Backups of paused tags are not released. Returns the number of released bytes.
-// Waits for allocations and frees in progress, but skips a tag that is in a transition, or if the
-// wait would deadlock. Throws kUnknownTag, and kInvalidState if the thread's callback ends a wait.
+// Waits for allocations and frees in progress. Skips tags that are in a transition, and tags for
+// which the wait would deadlock.
+// Errors: kUnknownTag; kInvalidState if the thread's callback (see while_waiting) ends a wait.
 uint64_t trim_backups(const std::vector<std::string>& names);
 
 // Returns the host memory in use for all backups and their temporary buffers, in bytes.

@@ -21,8 +21,8 @@ inline bool forked() noexcept { return lifecycle::inert_child.load(std::memory_o
 // Throws kInvalidState in a child in which the library is inert.
 void require_not_forked();
 
-// Sets whether the library is inert in children that are forked later: true before the driver is
-// opened, and false if it could not be opened.
+// Sets whether the library is inert in children that are forked later. The caller passes true
+// before it opens the driver, and false if the driver could not be opened.
 void set_driver_open(bool open) noexcept;
 
 }  // namespace memsaver

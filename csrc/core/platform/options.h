@@ -85,7 +85,7 @@ void check_options();
 // function throws kBadConfig, nothing has changed.
 void set_option(const std::string& name, const std::string& text);
 
-// Throws the error of set_option(), and sets nothing.
+// Throws kBadConfig if set_option() would reject the value. Sets nothing.
 void check_option(const std::string& name, const std::string& text);
 
 // Returns the option's value as text that set_option() accepts: a size in bytes, "on" or "off", a

@@ -190,7 +190,7 @@ class WeightGroup:
     def leave(self) -> None:
         """Remove this process and the engine from the group. Idempotent.
 
-        An engine that was restarted after it joined is no longer in the group, and is not called.
+        If the engine was restarted after it joined, it is no longer in the group and is not called.
 
         The method closes this side's store, sockets, descriptors and threads; if a broadcast hangs,
         they are closed when it ends. NCCL keeps one closed socket for each communicator, and the

@@ -243,8 +243,8 @@ def _dense(local: Any) -> list[Any]:
 def _memory_of(tensor: Any) -> Any:
     """Return a key that is equal for tensors with the same elements in the same memory.
 
-    The key is None if this rank has no element of the tensor. The key equals no other key if the
-    memory is unknown. The key includes the conjugate and negative bits, because these can be the
+    The key is None if this rank has no element of the tensor. If the memory is unknown, the key
+    equals no other key. The key includes the conjugate and negative bits, because these can be the
     only difference between a view and its base.
     """
     local = _local(tensor)

@@ -11,7 +11,7 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["program_tags"]
 
-# The end of an internal tag's name, as it is or as `repr` shows it.
+# The suffix of an internal tag's name, unchanged or as `repr` escapes it.
 _ENDS = re.compile(rf"(?:{PART_MARK}|{re.escape(repr(PART_MARK)[1:-1])})(?:{'|'.join(BACKUPS)})")
 _REPEATED = re.compile(r"('[^']*')(?:, \1)+")
 
@@ -20,7 +20,8 @@ _REPEATED = re.compile(r"('[^']*')(?:, \1)+")
 def program_tags() -> Iterator[None]:
     """Replace internal tags in the message and the `tag` of errors that the block raises.
 
-    Usable as a decorator. An error's `holders` name the internal tags, as `memsaver.stats` does.
+    Can be used as a decorator. An error's `holders` still name the internal tags, as
+    `memsaver.stats` does.
     """
     try:
         yield

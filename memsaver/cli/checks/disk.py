@@ -22,7 +22,7 @@ LITTLE = 4 << 30  # too little disk space for the weights of any model
 PAGE = 4096  # the alignment of direct transfers
 
 _IN_MEMORY = ("tmpfs", "ramfs")
-# Pythons that were built with old kernel headers do not have the constant.
+# Builds of Python with old kernel headers do not have the constant.
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0o20000000 | os.O_DIRECTORY)
 
 

@@ -19,7 +19,7 @@ KV, SAVED = {"kv_cache"}, {"weights", "cuda_graph"}
 
 @pytest.fixture
 def blocks(request, tag, make_blocks):
-    """Allocate an engine's memory, whose backups are out of date; the parameter is their place."""
+    """Allocate an engine's memory with outdated backups; the parameter is the kind of backup."""
     place = getattr(request, "param", "host")
     tag.names.extend(RELEASE_ORDER)
     made = {

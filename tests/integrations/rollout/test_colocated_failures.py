@@ -60,7 +60,7 @@ def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
         assert float(engine.generate(X)[0]) != 1
 
 
-def test_the_trainer_returns_after_the_engine_died(scene):
+def test_the_trainers_memory_returns_after_the_engine_died(scene):
     with pytest.raises(EngineDiedError, match="died here"), scene.session.rollout():
         scene.engine.fail["sleep"] = EngineDiedError("the engine is dead")
         raise EngineDiedError("the engine died here")

@@ -186,7 +186,7 @@ def test_an_update_without_room_is_repeated_after_the_pause(known, call, short):
     state, copies = known.session._state, []
 
     def weights():
-        assert [one() for one in copies] == [None] * len(copies)  # of the first attempt
+        assert [one() for one in copies] == [None] * len(copies)  # the first attempt's
         mine = {name: tensor.clone() for name, tensor in state().items()}
         copies.extend(map(weakref.ref, mine.values()))
         if call == "state" and call in known.engine.fail:

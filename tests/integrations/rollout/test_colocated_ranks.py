@@ -164,7 +164,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_colocated):
         rollout(lambda engine: engine.generate(X))
         training()
 
-        # The death of one rank's engine: all ranks have the trainer resumed.
+        # One rank's engine dies: the trainer's memory is resumed on all ranks.
         rollout()
         if RANK == 1:
             engine.fail["sleep"] = EngineDiedError("it died")

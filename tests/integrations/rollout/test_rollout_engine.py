@@ -253,7 +253,7 @@ def test_connecting_to_unreachable_or_mismatched_servers_fails(make_engine):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_subclass_of_an_engines_class_is_of_its_kind(depth):
+def test_a_subclass_of_an_engines_class_is_recognised(depth):
     """vLLM's own RLHF example defines a subclass of `LLM`."""
     kind = type("LLM", (), {"__module__": "vllm.entrypoints.llm"})
     for _ in range(depth):

@@ -252,7 +252,7 @@ class Averaging(torch.optim.Optimizer):
 
 
 class Plain:
-    """A wrapper that is no torch optimizer, such as DeepSpeed's and Megatron-LM's."""
+    """A wrapper that is not a torch optimizer, such as DeepSpeed's and Megatron-LM's."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

@@ -16,6 +16,8 @@ for level, tags in ((1, BOTH), (2, BOTH)):
     assert "cannot compute embeddings" in str(await refusal(embed(engine)))
     assert "load a LoRA adapter" in str(await refusal(engine.add_lora("adapter")))
     assert "update its weights" in str(await refusal(engine.update_weights(3)))
+    if hasattr(engine, "compute_weight_checksums"):
+        assert "read its weights" in str(await refusal(engine.compute_weight_checksums()))
     await engine.wake_up(tags=["weights"])
     error = await refusal(generate(engine))
     assert error.tags == ("kv_cache",)

@@ -1,5 +1,7 @@
 """Tests that calls of a sleeping `AsyncLLM` end if they are aborted or if the engine core exits."""
 
+import pytest
+
 
 def test_an_abort_of_all_requests_ends_held_ones(asleep):
     """vLLM's route /abort_requests aborts all requests; a client's disconnection aborts only
@@ -29,6 +31,39 @@ await engine.wake_up()
 assert await generate(engine) == before
 """,
         when="wait",
+    )
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+@pytest.mark.parametrize(
+    ("when", "end"),
+    [
+        ("refuse", "pass"),
+        ("wait", "call.cancel()"),
+        ("wait", "await engine.abort('b')"),
+        ("wait", "await asyncio.sleep(2)"),
+    ],
+)
+def test_an_image_of_a_request_that_was_not_sent_is_sent_with_the_next(asleep, version, when, end):
+    asleep(
+        f"""
+engine.renderer = renderer = Renderer()
+before = await generate(engine, prompt=renderer.render("A"))
+await engine.sleep()
+call = asyncio.ensure_future(generate(engine, "b", prompt=renderer.render("B")))
+await asyncio.sleep(0.3)
+{end}
+with raising(BaseException):
+    await asyncio.wait_for(call, 10)
+await asyncio.sleep(0)
+assert "B" not in renderer.sent
+await engine.wake_up()
+assert await generate(engine, prompt=renderer.render("B")) == before
+assert "B" in renderer.sent
+        """,
+        when=when,
+        wait=1.5,
+        VLLM_FAKE_VERSION=version,
     )
 
 

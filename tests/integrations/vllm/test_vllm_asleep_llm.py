@@ -240,6 +240,27 @@ llm.shutdown()
     )
 
 
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_an_image_of_a_request_that_was_not_sent_is_sent_with_the_next(run_vllm, version):
+    run_vllm(
+        """
+from memsaver.integrations.engine.errors import EngineAsleepError
+from vllm_requests import Renderer
+llm = LLM(enable_sleep_mode=True)
+llm.llm_engine.renderer = renderer = Renderer()
+llm.sleep()
+refused(EngineAsleepError, llm.generate, [renderer.render("A")])
+assert not renderer.sent
+llm.wake_up()
+llm.generate([renderer.render("A")])
+assert renderer.sent
+llm.shutdown()
+""",
+        MEMSAVER_VLLM_ASLEEP="refuse",
+        VLLM_FAKE_VERSION=version,
+    )
+
+
 def test_a_call_ends_with_an_engine_whose_worker_is_killed(run_vllm):
     run_vllm(
         START

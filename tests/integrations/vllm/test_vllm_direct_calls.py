@@ -91,6 +91,31 @@ llm.shutdown()
     """)
 
 
+@pytest.mark.parametrize("call", [("discard", ["kv_cache"]), ("sleep",), ("sleep", 2)])
+def test_a_kv_cache_whose_blocks_are_in_use_is_not_released(run_vllm, call):
+    """For example, a transfer to another engine can use blocks of an ended request."""
+    run_vllm(
+        f"""
+from memsaver.integrations.engine.errors import EngineBusyError
+llm = LLM(enable_sleep_mode=True)
+first = llm.generate(PROMPTS)
+method, *arguments = {call}
+core = llm.llm_engine.engine_core.engine_core
+core.scheduler.reset_prefix_cache = lambda *_: False
+error = refused(EngineBusyError, llm.collective_rpc, method, args=arguments)
+assert "blocks of the KV cache" in str(error), error
+assert all(llm.collective_rpc(vllm_calls.resident)[0].values())
+assert llm.generate(PROMPTS) == first
+del core.scheduler.reset_prefix_cache
+llm.collective_rpc(method, args=arguments)
+core.scheduler.reset_prefix_cache = lambda *_: False
+llm.collective_rpc(method, args=arguments)  # the KV cache is already released
+llm.shutdown()
+        """,
+        VLLM_FAKE_VERSION="0.33.0",
+    )
+
+
 def test_a_direct_wake_up_does_not_end_a_pause_of_the_client(asleep):
     asleep("""
 await engine.pause_generation(mode="keep")
@@ -100,6 +125,29 @@ await engine.collective_rpc("sleep", args=(1,))
 for tag in ("weights", "kv_cache"):
     await engine.collective_rpc("wake_up", kwargs={"tags": [tag]})
 assert await engine.is_sleeping()
+    """)
+
+
+@pytest.mark.parametrize(
+    ("later", "is_paused"),
+    [
+        ("await engine.resume_generation()", False),
+        ("await engine.resume_generation(); await engine.pause_generation(mode='keep')", True),
+        ("await engine.resume_generation(); await engine.sleep(0, 'keep')", True),
+    ],
+)
+def test_the_last_direct_wake_up_resumes_generation_for_an_earlier_call(asleep, later, is_paused):
+    asleep(f"""
+before = await generate(engine)
+for _ in range(2):
+    await engine.pause_generation(mode="keep")
+    await engine.collective_rpc("sleep", args=(1,))
+    await engine.collective_rpc("wake_up", kwargs={{"tags": ["weights"]}})
+    {later}
+    await engine.collective_rpc("wake_up", kwargs={{"tags": ["kv_cache"]}})
+    assert await engine.is_paused() == {is_paused}
+    await engine.resume_generation()
+    assert await generate(engine) == before
     """)
 
 

@@ -173,24 +173,30 @@ assert llm.generate(PROMPTS) == first
 
 
 @pytest.mark.each_python
-def test_an_executor_in_a_larger_world_has_a_group_of_its_own_ranks(run_vllm):
-    """The world consists of two data-parallel engines with two ranks each; only one engine
-    sleeps.
+@pytest.mark.parametrize("first", [0, 2], ids=["data parallel", "external launcher"])
+def test_an_executor_in_a_larger_world_has_a_group_of_its_own_ranks(run_vllm, first):
+    """The world consists of two executors with two ranks each; only one executor sleeps.
+
+    vLLM numbers the workers of each data-parallel engine from 0, but an external launcher's workers
+    have the ranks of the world.
     """
     run_vllm(
-        """
+        f"""
 import multiprocessing, os, tempfile
 from vllm_calls import join_world
 context = multiprocessing.get_context("fork")
 with tempfile.TemporaryDirectory() as folder:
     results = context.Queue()
     store = os.path.join(folder, "store")
-    ranks = [context.Process(target=join_world, args=(store, rank, results)) for rank in range(4)]
+    ranks = [
+        context.Process(target=join_world, args=(store, rank, results, {first}))
+        for rank in range(4)
+    ]
     for process in ranks:
         process.start()
     seen = dict(results.get(timeout=50) for _ in ranks)
     for process in ranks:
         process.join(50)
-assert seen == {0: None, 1: None, 2: [0, 1], 3: [0, 1]}, seen
+assert seen == {{0: None, 1: None, 2: [0, 1], 3: [0, 1]}}, seen
         """,
     )

@@ -42,6 +42,36 @@ def loaded(tiny, seed, **model):
     return made
 
 
+@pytest.mark.parametrize("end", [[], [BEGIN]], ids=["complete", "abandoned"])
+def test_weights_are_loaded_and_converted_with_vllms_configuration_set(tiny, monkeypatch, end):
+    from vllm.config import get_current_vllm_config_or_none
+
+    model, seen = loaded(tiny, 1, converts=True), {}
+    worker = Worker(model)
+
+    def records(owner, name):
+        original = getattr(owner, name)
+
+        def record(*arguments):
+            seen.setdefault(name, []).append(get_current_vllm_config_or_none())
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, record)
+
+    records(model, "load_weights")
+    records(
+        next(one.quant_method for one in model.modules() if hasattr(one, "quant_method")),
+        "process_weights_after_loading",
+    )
+    worker.call(BEGIN)
+    assert worker.load(tiny.checkpoint(2)).failure is None
+    for call in [*end, END]:
+        worker.call(call)
+    assert set(seen) == {"load_weights", "process_weights_after_loading"}
+    assert all(one is worker.vllm_config for found in seen.values() for one in found)
+    assert get_current_vllm_config_or_none() is None
+
+
 class BaseLayerWithLoRA(torch.nn.Module):
     """A wrapper of a layer, like those in an engine with LoRA."""
 
