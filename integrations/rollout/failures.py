@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,11 @@ def clear_frames(error: BaseException) -> None:
     seen: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and one not in seen:
-        traceback.clear_frames(one.__traceback__)
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            # A suspended coroutine would end. Calls in progress cannot be cleared.
+            if not frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+                with contextlib.suppress(RuntimeError):
+                    frame.clear()
         seen.append(one)
         one = one.__cause__
 

@@ -352,6 +352,7 @@ def offload(
     region = memsaver.region(tag, backup=backup, device=collection.devices() or None)
     collection.check()
     before = collection.bytes()[0]
+    handle = Offloaded(collection)  # now, because a concurrent `close` keeps only handles' hooks
     with signals_deferred():
         try:
             collection.watch()
@@ -363,11 +364,12 @@ def offload(
         except BaseException:
             # Otherwise, the hooks stay until the call is repeated, because the tag could be paused
             # while the targets use it.
+            _open.pop(id(handle), None)
             if collection.bytes()[0] == before:
                 collection.unwatch()
             raise
         _replace_others(collection)
-    return Offloaded(collection)
+    return handle
 
 
 def has_no_backup(tag: str) -> bool:

@@ -67,7 +67,7 @@ def _optimizers_in(target: Any) -> list[Any]:
         seen.add(id(one))
         if isinstance(one, torch.optim.Optimizer) and "state" in vars(one):
             found.append(one)
-        wrapped = [value for value, _ in leaves([getattr(one, name, None) for name in _WRAPPED])]
+        wrapped = [value for value, _ in leaves([_attribute(one, name) for name in _WRAPPED])]
         own = getattr(one, "__dict__", {})
         values = [value for name, value in own.items() if name not in _WITHOUT_OPTIMIZERS]
         inside = [*wrapped, *(value for value, _ in leaves(values))]
@@ -76,6 +76,14 @@ def _optimizers_in(target: Any) -> list[Any]:
             wholes = torch.optim.Optimizer | torch.nn.Module | torch.Tensor
             waiting += [(value, depth + 1) for value in wrapped if not isinstance(value, wholes)]
     return found
+
+
+def _attribute(wrapper: Any, name: str) -> Any:
+    """Return an attribute; None if it does not exist or cannot be read."""
+    try:
+        return getattr(wrapper, name, None)
+    except Exception:  # a property of another library's class
+        return None
 
 
 # The attributes that contain a wrapper's optimizers, which can be wrappers themselves: for torch

@@ -50,9 +50,9 @@ class Timeline:
         # No lock, because a finalizer or a signal handler may run in the middle of any method.
         self._recording: _Recording | None = None  # the recording in progress
         self._unstopped: list[_Recording] = []  # the same; the thread that removes it stops it
-        self._sampling: list[tuple[threading.Thread, Latch]] = []
+        self._samplers: list[_Sampler] = []
         self._trace: Trace | None = None
-        weakref.finalize(self, _abandon, self._unstopped, self._sampling).atexit = False
+        weakref.finalize(self, _abandon, self._unstopped, self._samplers).atexit = False
 
     # Native, so that no signal handler runs between starting or stopping a recording and updating
     # this object.
@@ -89,9 +89,8 @@ class Timeline:
         self._unstopped.append(recording)
         if self._interval is None or not can_start_threads():
             return
-        over = Latch()
         try:
-            sampler = start_daemon("timeline", functools.partial(_sample, self._interval, over))
+            self._samplers.append(_Sampler(self._interval))
         except (RuntimeError, MemoryError) as error:
             self._unstopped.remove(recording)
             _C.timeline_stop()
@@ -100,8 +99,6 @@ class Timeline:
                 f"cannot start the thread that samples at an interval ({error}): record without an "
                 "interval"
             ) from None
-        self._sampling.append((sampler, over))
-        atexit.register(_end_sampling, self._sampling)  # so that no driver call runs at exit
 
     def stop(self) -> None:
         """Stop recording, as on exit from a `with` block.
@@ -130,7 +127,8 @@ class Timeline:
         else:
             _stop_natively()
         self._recording = None
-        _end_sampling(self._sampling)
+        while self._samplers:
+            self._samplers.pop().end()
 
     @property
     def trace(self) -> Trace:
@@ -254,17 +252,27 @@ def _read(recording: _Recording) -> Trace:
     )
 
 
-def _end_sampling(sampling: list[tuple[threading.Thread, Latch]]) -> None:
-    while sampling:
-        sampler, over = sampling.pop()
-        over.open()
-        sampler.join()
+class _Sampler:
+    """A thread that samples the free memory at an interval.
+
+    Raises RuntimeError or MemoryError if the thread cannot be started.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self.is_over = Latch()
+        self._thread = start_daemon("timeline", functools.partial(_sample, interval, self.is_over))
+        atexit.register(self.end)  # so that no driver call runs at exit
+
+    def end(self) -> None:
+        self.is_over.open()
+        self._thread.join()
+        atexit.unregister(self.end)
 
 
-def _abandon(unstopped: list[_Recording], sampling: list[tuple[threading.Thread, Latch]]) -> None:
+def _abandon(unstopped: list[_Recording], samplers: list[_Sampler]) -> None:
     """Stop the recording of a deleted `Timeline`."""
-    for _, over in sampling:  # without waiting, because the sampler may be the deleting thread
-        over.open()
+    for sampler in samplers:  # without waiting, because the sampler may be the deleting thread
+        sampler.is_over.open()
     while unstopped:
         unstopped.pop()
         _stop_natively()

@@ -98,11 +98,12 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         array.flags.writeable = False
         return array
 
-    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()
-        if dtype is None and not copy:
-            return array
-        return array.astype(dtype or array.dtype, copy=bool(copy))
+        found = array if dtype is None else array.astype(dtype, copy=False)
+        if copy is False and found is not array:
+            raise ValueError(f"{array.dtype} cannot be read as {found.dtype} without a copy")
+        return found.copy() if copy and found is array else found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._tensor.clone().__reduce_ex__(protocol)

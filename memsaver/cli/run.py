@@ -12,7 +12,6 @@ import typer
 
 from memsaver._memory.preload import preload_env
 from memsaver._runtime.native import Backup
-from memsaver._runtime.settings import options
 from memsaver.cli.failures import USAGE, fail
 from memsaver.errors import ConfigError, NotLoadedError
 
@@ -65,7 +64,6 @@ def command(
         _fail(f"--tag takes a name, and {tag!r} looks like an option: a tag cannot begin with '-'")
     try:
         added = preload_env(tag, cast("Backup | None", backup))  # preload_env checks it
-        options()  # also checks disk_dir, because the command starts in the same folder
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
     _execute(words, {**os.environ, **added})

@@ -142,6 +142,8 @@ def test_reading_operations_work(base):
     assert view.numpy().ctypes.data == base.data_ptr()
     for made in (numpy.array(view), numpy.copy(view), numpy.array(view, dtype=view.numpy().dtype)):
         assert not numpy.shares_memory(made, view.numpy()) and made.flags.writeable
+    with pytest.raises(ValueError, match="without a copy"):
+        view.__array__(numpy.float64, False)
     assert numpy.array_equal(view.numpy(), base.numpy())
     for restored in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view[1:]), copy.copy(view)):
         expected = base[-len(restored) :]

@@ -88,14 +88,13 @@ def test_run_distinguishes_a_missing_interpreter_from_a_missing_command(cli, tmp
     assert done.returncode == 126 and f"memsaver run -- sh {script}" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("MEMSAVER_HOST_BYTES", "64GB"), ("MEMSAVER_DISK_DIR", "/nowhere")],
-)
-def test_run_rejects_an_invalid_option_before_the_command_starts(cli, variable, value):
-    done = cli("--", "echo", "started", env={variable: value})
+def test_run_rejects_an_invalid_option_before_the_command_starts(cli):
+    folder = {"MEMSAVER_DISK_DIR": "/created/by/the/command"}  # checked when it is used
+    done = cli("--", "echo", "started", env=folder)
+    assert (done.returncode, done.stdout) == (0, "started\n")
+    done = cli("--", "echo", "started", env={"MEMSAVER_HOST_BYTES": "64GB"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("memsaver run: ") and variable in done.stderr
+    assert done.stderr.startswith("memsaver run: ") and "MEMSAVER_HOST_BYTES" in done.stderr
 
 
 def test_version_and_help_need_no_preloading(run):

@@ -91,7 +91,7 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
             try:
                 connection = socket.socket(family, kind, protocol)
             except OSError as error:  # for example, the system does not support IPv6
-                failure = error
+                failure = failure or error
                 continue
             try:
                 # Divides the remaining time, so that one unresponsive address cannot use it up.

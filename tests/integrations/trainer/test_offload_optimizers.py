@@ -19,6 +19,7 @@ from trainers import (
 
 import memsaver
 from memsaver.integrations.trainer import offload
+from memsaver.integrations.trainer.collection import Collection
 
 
 def moments_of(trainer):
@@ -166,6 +167,24 @@ def test_a_larger_call_keeps_the_hooks_of_an_open_handle(sim, tag):
     trainer.step()
     assert weights.bytes < both.bytes
     both.close()
+    with weights.paused(), pytest.raises(memsaver.InvalidStateError):
+        trainer.model(torch.ones(1, 32))
+    weights.close()
+    assert hooks_of(trainer) == 0
+
+
+def test_a_close_during_a_call_keeps_the_hooks_of_the_call(sim, tag, monkeypatch):
+    """A finalizer or another thread may close a handle while memory is moved."""
+    trainer, name = Trainer(), tag()
+    both, gather = offload(trainer.model, trainer.optimizer, tag=name), Collection.gather
+
+    def close_and_gather(collection, **options):
+        both.close()
+        return gather(collection, **options)
+
+    monkeypatch.setattr(Collection, "gather", close_and_gather)
+    weights = offload(trainer.model, tag=name)
+    monkeypatch.undo()
     with weights.paused(), pytest.raises(memsaver.InvalidStateError):
         trainer.model(torch.ones(1, 32))
     weights.close()
