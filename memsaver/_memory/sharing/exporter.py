@@ -22,7 +22,6 @@ from memsaver._memory.sharing import sent_storages, wire
 from memsaver._runtime.background import start_daemon
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C
-from memsaver._runtime.process_handles import open_process
 from memsaver.errors import MemsaverError, SharingError
 
 __all__ = ["endpoint", "expect_deadline", "held"]
@@ -189,7 +188,7 @@ class _Importer:
         self.end_of_process: int | None = None
         if pid:  # 0: a process in another pid namespace, whose end only the connection shows
             with contextlib.suppress(OSError):
-                self.end_of_process = open_process(pid)
+                self.end_of_process = os.pidfd_open(pid)
         self.held: dict[int, _Held] = {}  # the memory that the process uses, by token
 
     def serve(self) -> None:
