@@ -31,7 +31,7 @@ def parser(
     )
     add = made.add_argument
     add("--wait", type=float, default=wait, help="seconds to wait before each release")
-    help_touch = "GiB of host memory to write to before the measurements; 0: none"
+    help_touch = "GiB of host memory to write to first; 0: none"
     add("--touch-gib", type=float, default=touch_gib, help=help_touch)
     add("--small", action="store_true", help="use a model with 4 layers, for a quick trial")
     add("--only", type=runs.part_names(parts), default=",".join(parts), help=",".join(parts))

@@ -56,33 +56,18 @@ def parser() -> argparse.ArgumentParser:
     add("--before-commit", required=True, help="the earlier build's commit")
     add("--after", type=Path, help="the folder of the current build; default: the installed one")
     add("--only", type=runs.part_names(PARTS), default=list(PARTS), help=",".join(PARTS))
-    add("--kv-gib", type=runs.at_least(1), default=64, help="size of the kv workload in GiB")
-    add(
-        "--swap-gib",
-        type=runs.at_least(1),
-        default=32,
-        help="size of each tag without a backup, in GiB",
-    )
-    add(
-        "--cycles",
-        type=runs.at_least(1),
-        default=60,
-        help="number of cycles of each kind without a backup",
-    )
+    add("--kv-gib", type=runs.at_least(1), default=64, help="GiB of the kv workload")
+    add("--swap-gib", type=runs.at_least(1), default=32, help="GiB of each tag without a backup")
+    add("--cycles", type=runs.at_least(1), default=60, help="cycles of each kind without a backup")
     add("--gap", type=float, default=0.5, help="seconds to wait before a resume without a backup")
     add(
         "--processes",
         type=runs.at_least(1),
         default=3,
-        help="processes of each build, except for swaps",
+        help="processes of each build; not for swap",
     )
-    add("--backed-cycles", type=runs.at_least(1), default=6, help="number of cycles with a backup")
-    add(
-        "--touch-gib",
-        type=float,
-        default=40,
-        help="GiB of host memory to write to before the measurements; 0: none",
-    )
+    add("--backed-cycles", type=runs.at_least(1), default=6, help="cycles with a backup")
+    add("--touch-gib", type=float, default=40, help="GiB of host memory to write to first; 0: none")
     add("--output", type=Path, default=OUTPUT)
     return found
 

@@ -113,24 +113,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--kv-gib",
-        type=int,
-        default=64,
-        help="size of the kv workload and of a swap's tags, in GiB",
-    )
+    add("--kv-gib", type=int, default=64, help="GiB of the kv workload and of a swap's tags")
     add("--cycles", type=int, default=15, help="number of cycles of each kind without a backup")
     add("--gap", type=float, default=0.5, help="seconds to wait before a resume without a backup")
     add("--processes", type=int, default=3, help="processes of each library, for the first pause")
     add("--backed-cycles", type=int, default=5, help="number of cycles of each kind with a backup")
     add("--disk-cycles", type=int, default=3, help="number of cycles with a backup on disk")
     add("--disk-dir", type=Path, default=DISK_DIR, help="a directory on the disk that is measured")
-    add(
-        "--touch-gib",
-        type=float,
-        default=40,
-        help="GiB of host memory to write to before the measurements; 0: none",
-    )
+    add("--touch-gib", type=float, default=40, help="GiB of host memory to write to first; 0: none")
     add("--only", type=runs.part_names(PARTS), help=",".join(PARTS))
     add("--output", type=Path, default=results.DEFAULT_PATH)
     add("--peer", action=argparse.BooleanOptionalAction, default=True)

@@ -79,12 +79,7 @@ def parser() -> argparse.ArgumentParser:
         default=0.85,
         help="step: mem_fraction_static of the engines",
     )
-    add(
-        "--bucket-mib",
-        type=runs.at_least(1),
-        default=512,
-        help="size of a bucket of weights in MiB",
-    )
+    add("--bucket-mib", type=runs.at_least(1), default=512, help="MiB of weights in a bucket")
     add(
         "--train-tokens",
         type=runs.at_least(1),
@@ -97,17 +92,9 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="step: back up the engine's weights; kv updates them, and needs no backup",
     )
+    add("--kv-seconds", type=float, default=360, help="kv: seconds until the last engine starts")
     add(
-        "--kv-seconds",
-        type=float,
-        default=360,
-        help="kv: seconds after which no further engine is started",
-    )
-    add(
-        "--step-seconds",
-        type=float,
-        default=330,
-        help="step: seconds after which no further engine is started",
+        "--step-seconds", type=float, default=330, help="step: seconds until the last engine starts"
     )
     return made
 

@@ -73,29 +73,17 @@ def main(
         ),
     ] = DEFAULT.model,
     steps: Annotated[int, typer.Option(min=1)] = DEFAULT.steps,
-    prompts: Annotated[
-        int, typer.Option(min=1, help="The number of problems in a step.")
-    ] = DEFAULT.prompts,
-    samples: Annotated[
-        int, typer.Option(min=2, help="The number of answers to a problem.")
-    ] = DEFAULT.samples,
-    largest: Annotated[
-        int, typer.Option(min=0, help="The largest number in a problem.")
-    ] = DEFAULT.largest,
+    prompts: Annotated[int, typer.Option(min=1, help="Problems in a step.")] = DEFAULT.prompts,
+    samples: Annotated[int, typer.Option(min=2, help="Answers to a problem.")] = DEFAULT.samples,
+    largest: Annotated[int, typer.Option(min=0, help="The largest number.")] = DEFAULT.largest,
     answer_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT.answer_tokens,
     temperature: Annotated[float, typer.Option(min=0.01)] = DEFAULT.temperature,
     rate: Annotated[float, typer.Option(min=0, help="The learning rate.")] = DEFAULT.rate,
     clip: Annotated[float, typer.Option(min=0)] = DEFAULT.clip,
-    passes: Annotated[
-        int, typer.Option(min=1, help="The number of training passes over a rollout.")
-    ] = DEFAULT.passes,
-    rows: Annotated[
-        int, typer.Option(min=1, help="The number of sequences in a forward pass.")
-    ] = DEFAULT.rows,
+    passes: Annotated[int, typer.Option(min=1, help="Passes over a rollout.")] = DEFAULT.passes,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences in a forward.")] = DEFAULT.rows,
     seed: Annotated[int, typer.Option(min=0)] = DEFAULT.seed,
-    tp: Annotated[
-        int, typer.Option(min=0, help="The number of the engine's ranks; 0 means all.")
-    ] = DEFAULT.tp,
+    tp: Annotated[int, typer.Option(min=0, help="The engine's ranks; 0: all.")] = DEFAULT.tp,
     memory_fraction: Annotated[
         float,
         typer.Option(

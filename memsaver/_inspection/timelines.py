@@ -279,6 +279,7 @@ def _abandon(unstopped: list[_Recording], samplers: list[_Sampler]) -> None:
 
 
 def _stop_natively() -> None:
+    """Stop the core's recording. Does nothing in a forked child."""
     try:
         _C.timeline_stop()
     except MemsaverError:

@@ -66,8 +66,9 @@ class TagTransition:
             the transition began before the recording or before `Trace.begin`.
         end_seconds: the end of the transition, in seconds since the recording began; None if the
             transition was in progress at the end of the recording.
-        outcome: "done" or "failed" if the transition ended. The outcome is "given up" if the caller
-            canceled the transition before it started, and "under way" if the recording ended first.
+        outcome: "done", "failed", "given up" or "under way". A transition that failed raised an
+            error. A transition is given up if the caller canceled it before it started. A
+            transition is under way if it had not ended when the recording ended.
         device_bytes: device memory released or mapped; 0 unless the outcome is "done".
         copied_bytes: bytes copied to or from the backup; 0 unless the outcome is "done".
         thread: the native id of the thread that began the transition.
